@@ -1,0 +1,9 @@
+"""Kernels for Kimi Delta Attention (KDA): one function, several implementations, one specification."""
+
+from kda.api import explain, fwd
+from kda.dispatch import Availability, Explanation, Unsupported, implementations
+from kda.problem import Output
+
+__version__ = "0.1.0"
+
+__all__ = ["Availability", "Explanation", "Output", "Unsupported", "__version__", "explain", "fwd", "implementations"]

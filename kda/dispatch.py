@@ -1,0 +1,134 @@
+"""Which implementation runs a call, and why not the others."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from kda.problem import Facts, Implementation
+
+log = logging.getLogger("kda")
+
+#: Every implementation, fastest first: name -> module that exports IMPL. Imported when first needed.
+TABLE = {
+    "cuda": "kda.cuda",
+    "triton": "kda.triton",
+    "chunked": "kda.ref.chunked",
+    "recurrent": "kda.ref.recurrent",
+}
+
+#: What `auto` may take, best first, by device type.
+AUTO = {"cuda": ("cuda", "triton"), "cpu": ("chunked",)}
+
+
+class Unsupported(NotImplementedError):
+    """A well-formed call that the implementation asked for, or every one `auto` may take, cannot run.
+
+    reasons: implementation name -> every reason as a sentence.
+    """
+
+    def __init__(self, message: str, reasons: dict[str, tuple[str, ...]]):
+        self.reasons = reasons
+        lines = [f"  {name}: {reason}" for name, listed in reasons.items() for reason in listed]
+        super().__init__("\n".join([message, *lines]))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `auto`, or a name, comes to for one call. Printing it gives one line per implementation.
+
+    chosen:  name of the implementation that would run, or None.
+    reasons: name -> every reason why it would not run this call; empty where it could.
+    notes:   name -> what it would do besides, such as a copy of a strided input.
+    auto:    the names `auto` may take on this device, best first.
+    """
+
+    chosen: str | None
+    reasons: dict[str, tuple[str, ...]]
+    notes: dict[str, tuple[str, ...]]
+    auto: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for name, reasons in self.reasons.items():
+            if reasons:
+                status = "cannot: " + " ".join(reasons)
+            elif name == self.chosen:
+                status = "chosen. " + " ".join(self.notes[name])
+            elif name in self.auto:
+                status = "could run; a faster one is chosen. " + " ".join(self.notes[name])
+            else:
+                status = "could run; only by name. " + " ".join(self.notes[name])
+            lines.append(f"{name:<10} {status.rstrip()}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Availability:
+    """One row of `kda.implementations()`. reason: None where it is available, else what is missing."""
+
+    name: str
+    summary: str
+    available: bool
+    reason: str | None
+
+
+def implementation(name: str) -> Implementation:
+    """The implementation called `name`, imported on first use."""
+    return importlib.import_module(TABLE[name]).IMPL
+
+
+def implementations() -> list[Availability]:
+    """Every implementation with what it needs on this machine, fastest first. Takes no device query."""
+    rows = []
+    for name in TABLE:
+        impl = implementation(name)
+        reason = impl.unavailable()
+        rows.append(Availability(name, impl.summary, reason is None, reason))
+    return rows
+
+
+@lru_cache(maxsize=4096)
+def _reasons(name: str, facts: Facts) -> tuple[str, ...]:
+    impl = implementation(name)
+    missing = impl.unavailable()
+    return (*([missing] if missing else ()), *impl.reasons(facts))
+
+
+def forget() -> None:
+    """Drop what is remembered about availability, after something was installed or built in this process."""
+    _reasons.cache_clear()
+
+
+def explain_facts(facts: Facts, impl: str = "auto") -> Explanation:
+    """What `impl` comes to for these facts, with every implementation's reasons."""
+    auto = AUTO.get(facts.device, ())
+    reasons = {name: _reasons(name, facts) for name in TABLE}
+    candidates = auto if impl == "auto" else (impl,)
+    chosen = next((name for name in candidates if not reasons[name]), None)
+    notes = {name: tuple(implementation(name).notes(facts)) for name in TABLE}
+    return Explanation(chosen, reasons, notes, auto)
+
+
+def choose(facts: Facts, impl: str = "auto") -> Implementation:
+    """The implementation that runs these facts. Raises `Unsupported` with every reason if there is none."""
+    candidates = AUTO.get(facts.device, ()) if impl == "auto" else (impl,)
+    for name in candidates:
+        if not _reasons(name, facts):
+            _log_once(name, replace(facts, B=0, T=0, N=0))
+            return implementation(name)
+    if impl != "auto":
+        reasons = {impl: _reasons(impl, facts)}
+        raise Unsupported(f"impl={impl!r} cannot run this call:", reasons)
+    reasons = {name: _reasons(name, facts) for name in TABLE}
+    able = [name for name, listed in reasons.items() if not listed]
+    hint = f" impl={able[0]!r} can, in plain PyTorch." if able else ""
+    where = f"on a {facts.device} tensor auto takes {' or '.join(candidates) or 'nothing'}"
+    raise Unsupported(f"no implementation for this call: {where}.{hint}", {n: r for n, r in reasons.items() if r})
+
+
+@lru_cache(maxsize=4096)
+def _log_once(name: str, kind: Facts) -> None:
+    log.info("%s runs calls of this kind: %s", name, kind)

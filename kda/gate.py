@@ -1,0 +1,55 @@
+"""The three gates in plain PyTorch; this is also their specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kda.numerics import MAX_EXP
+from kda.problem import Facts, GateKind, Problem
+
+
+def gate_kind(lower_bound: float | None, A_log: object | None) -> GateKind:
+    """Which gate the arguments ask for: a bound makes it bounded, else A_log makes it softplus, else g is the decay."""
+    if lower_bound is not None:
+        return GateKind.BOUNDED
+    return GateKind.GIVEN if A_log is None else GateKind.SOFTPLUS
+
+
+def log_decay(
+    g: Tensor, kind: GateKind, lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None
+) -> Tensor:
+    """Natural log of the decay, one number <= 0 per token, head and key channel.
+
+    g: [..., HV, K] in the dtype to compute in; A_log: [HV]; dt_bias: [HV, K]. Returns g's shape and dtype.
+
+    bounded:  lower_bound * sigmoid(exp(A_log) * (g + dt_bias))      (the "safe gate" of FlashKDA)
+    softplus: -exp(A_log) * softplus(g + dt_bias)                    (Kimi Linear, arXiv:2510.26692)
+    given:    g
+    """
+    if kind is GateKind.GIVEN:
+        return g
+    if dt_bias is not None:
+        g = g + dt_bias.to(g.dtype)
+    rate = None
+    if A_log is not None:
+        # Clamped so that exp neither overflows nor vanishes: 0 * inf would be NaN where the gate has a limit.
+        rate = A_log.to(g.dtype).clamp(-MAX_EXP, MAX_EXP).exp()[:, None]
+    if kind is GateKind.SOFTPLUS:
+        # logaddexp keeps its relative accuracy for very negative gates, which decide how long a channel remembers.
+        g = torch.logaddexp(g, torch.zeros((), dtype=g.dtype, device=g.device))
+        return -g if rate is None else -rate * g
+    return lower_bound * torch.sigmoid(g if rate is None else rate * g)
+
+
+def problem_log_decay(problem: Problem, g: Tensor) -> Tensor:
+    """`log_decay` of `g` ([..., HV, K], already in the dtype to compute in) with the problem's own gate."""
+    facts = problem.facts
+    return log_decay(g, facts.gate, facts.lower_bound, problem.A_log, problem.dt_bias)
+
+
+def activate_beta(beta: Tensor, facts: Facts) -> Tensor:
+    """Weight of the delta rule: sigmoid of the logit unless switched off, doubled with `allow_neg_eigval`."""
+    if facts.use_beta_sigmoid:
+        beta = torch.sigmoid(beta)
+    return 2 * beta if facts.allow_neg_eigval else beta

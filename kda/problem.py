@@ -1,0 +1,164 @@
+"""One call, as values: its tensors (`Problem`), its facts (`Facts`), and what can run it (`Implementation`).
+
+Facts decide everything, tensor contents decide nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda.numerics import Rounding
+
+
+class Output(NamedTuple):
+    """Result of a forward call.
+
+    o:           [B, T, HV, V], q's dtype.
+    final_state: [N, HV, V, K], or None when neither a buffer was given nor `output_final_state=True`.
+    """
+
+    o: Tensor
+    final_state: Tensor | None
+
+
+class GateKind(enum.Enum):
+    """Which activation turns the raw gate into a log decay; told by which arguments are given, never by a flag."""
+
+    BOUNDED = "bounded"  # lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
+    SOFTPLUS = "softplus"  # -exp(A_log) * softplus(g + dt_bias)
+    GIVEN = "given"  # g
+
+
+class Span(NamedTuple):
+    """Tokens `start:stop` of batch row `row`: one sequence."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How the [batch, tokens] grid is cut into sequences.
+
+    Without `cu_seqlens` each batch row is a sequence. With it the batch is 1 and sequence n is
+    `cu_seqlens[n]:cu_seqlens[n + 1]`; rows from `cu_seqlens[-1]` on belong to no sequence.
+    """
+
+    batch: int
+    tokens: int
+    cu_seqlens: Tensor | None
+
+    @property
+    def sequences(self) -> int:
+        return self.batch if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+    def spans(self) -> list[Span]:
+        """The sequences, clamped to the tensors' bounds. Reads `cu_seqlens` (a synchronisation on a GPU)."""
+        if self.cu_seqlens is None:
+            return [Span(row, 0, self.tokens) for row in range(self.batch)]
+        offsets = [min(max(int(x), 0), self.tokens) for x in self.cu_seqlens.tolist()]
+        return [Span(0, a, max(a, b)) for a, b in zip(offsets, offsets[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything about a call that may decide which implementation runs it. Hashable, printable, no tensors."""
+
+    device: str  # torch device type
+    capability: tuple[int, int] | None  # compute capability of a CUDA device
+    rocm: bool
+    triton_interpreter: bool  # TRITON_INTERPRET=1: Triton kernels run on CPU tensors
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+    varlen: bool
+    dtype: torch.dtype  # of q, k, v and o
+    g_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    A_log_dtype: torch.dtype | None
+    dt_bias_dtype: torch.dtype | None
+    state_dtype: torch.dtype  # of initial_state and final_state; what would be used if neither is there
+    gate: GateKind
+    lower_bound: float | None
+    initial_state: bool
+    final_state: bool
+    use_qk_l2norm: bool
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    batch_invariant: bool
+    #: Names of the arguments whose last dimension is not contiguous.
+    strided: tuple[str, ...]
+    #: Names of the arguments that require grad, where grad mode is on.
+    requires_grad: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A validated call. Shapes as in `kda.fwd`; A_log is [HV] and dt_bias [HV, K] here."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float
+    out: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+    final_state: Tensor | None
+    layout: Layout
+    facts: Facts
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the PyTorch implementations compute in: fp64 for fp64 inputs, else fp32."""
+        return torch.float64 if self.facts.dtype == torch.float64 else torch.float32
+
+    def group(self) -> int:
+        """Value heads that share one query/key head."""
+        return self.facts.HV // max(self.facts.H, 1)
+
+    def output(self, o: Tensor, final_state: Tensor) -> Output:
+        """What the call returns, from results of any dtype: rounded, and written to the caller's buffers if any."""
+        o = o.to(self.facts.dtype)
+        state: Tensor | None = None
+        if self.facts.final_state:
+            state = final_state.to(self.facts.state_dtype)
+            if self.final_state is not None:
+                state = self.final_state.copy_(state)
+        return Output(o if self.out is None else self.out.copy_(o), state)
+
+
+def _available() -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What a folder exports as IMPL.
+
+    reasons:      pure function of the facts: every sentence why this call cannot run here; empty if it can.
+    rounding:     pure function of the facts: where it rounds, from which the tests derive their tolerance.
+    unavailable:  None, or one sentence: what is missing on this machine and how to get it.
+    notes:        what it would do that a caller may want to know, such as a copy of a strided input.
+    """
+
+    name: str
+    summary: str
+    reasons: Callable[[Facts], list[str]]
+    rounding: Callable[[Facts], Rounding]
+    fwd: Callable[[Problem], Output]
+    unavailable: Callable[[], str | None] = field(default=_available)
+    notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])

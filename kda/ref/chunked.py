@@ -1,0 +1,205 @@
+"""KDA by chunks of 64 tokens in plain PyTorch: the algorithm of the kernels, stage by stage, for every gate <= 0.
+
+Write G for the cumulative log decay inside a chunk and beta, k, q, v for its rows. With
+
+    Kd = k exp(G)      Qd = q exp(G)      Kr = k exp(G_end - G)
+    L[i, j] = beta-free strict lower part of  sum_c k_ic k_jc exp(G_ic - G_jc)        M: the same for q, with diagonal
+    A  = (I + diag(beta) L)^-1 diag(beta)         Ak = A^T Kr        Aq = M A
+
+the state S at the chunk's start gives the outputs and the next state in two dependent products:
+
+    R = V - Kd S          O = Qd S + Aq R          S' = diag(exp(G_end)) S + Ak^T R
+
+Two stages, named as the kernels': `prepare` makes Kd, Qd, Ak, Aq and the chunk's decay, all token-parallel; `recur`
+walks the chunks with the state.
+
+No exponent is ever positive and no sum of log decays is ever subtracted from another, for any gate down to -inf. The
+lower triangle is built by doubling: blocks of b tokens are paired, and between a token j of the left and a token i of
+the right block the decay factors at the boundary as exp(forward_i) exp(reverse_j), where `forward` sums the log decays
+from the boundary up to i and `reverse` those after j up to the boundary. Both factors are at most 1, both depend on
+tokens up to i alone, so outputs are causal to the bit. The inverse is built in the same doubling,
+[[T1, 0], [-T2 X T1, T2]], so it never meets a power of L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from kda.gate import activate_beta, problem_log_decay
+from kda.numerics import CHUNK, L2NORM_EPS, Rounding
+from kda.problem import Facts, Implementation, Output, Problem
+
+Operand = Callable[[Tensor], Tensor]
+
+
+def exact(x: Tensor) -> Tensor:
+    """The operand rounding of this implementation: none. Tests pass the rounding of a kernel to emulate it."""
+    return x
+
+
+class Tiles(NamedTuple):
+    """How the ragged batch is cut into chunks. X chunks in all, numbered sequence after sequence."""
+
+    token: Tensor  # [X, CHUNK] row of the flattened [B * T] token axis; 0 where there is none
+    valid: Tensor  # [X, CHUNK] whether there is one
+    first: list[int]  # [N] the sequence's first chunk
+    count: list[int]  # [N] its number of chunks
+
+
+class Packets(NamedTuple):
+    """What `recur` needs of each chunk; everything token-parallel is folded in."""
+
+    Kd: Tensor  # [X, HV, CHUNK, K]
+    Qd: Tensor  # [X, HV, CHUNK, K]
+    Ak: Tensor  # [X, HV, CHUNK, K]
+    Aq: Tensor  # [X, HV, CHUNK, CHUNK]
+    decay: Tensor  # [X, HV, K] exp(G_end)
+    V: Tensor  # [X, HV, CHUNK, V]
+
+
+def tile(problem: Problem) -> Tiles:
+    """Cut every sequence into chunks from its own start; the last one is padded."""
+    T = problem.facts.T
+    starts, lengths, first, count = [], [], [], []
+    for row, start, stop in problem.layout.spans():
+        first.append(len(starts))
+        for at in range(start, stop, CHUNK):
+            starts.append(row * T + at)
+            lengths.append(min(CHUNK, stop - at))
+        count.append(len(starts) - first[-1])
+    device = problem.q.device
+    offset = torch.arange(CHUNK, device=device)
+    valid = offset < torch.tensor(lengths, dtype=torch.long, device=device)[:, None]
+    token = torch.tensor(starts, dtype=torch.long, device=device)[:, None] + offset
+    return Tiles(torch.where(valid, token, 0), valid, first, count)
+
+
+def gather(x: Tensor, tiles: Tiles, dtype: torch.dtype) -> Tensor:
+    """[B, T, H, ...] -> [X, H, CHUNK, ...] in `dtype`, zero where a chunk has no token (whatever lies there)."""
+    x = x.flatten(0, 1)[tiles.token].to(dtype)
+    valid = tiles.valid.reshape(*tiles.valid.shape, *[1] * (x.dim() - 2))
+    return torch.where(valid, x, torch.zeros((), dtype=dtype, device=x.device)).transpose(1, 2)
+
+
+def pair(x: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """[..., CHUNK, D] -> the left and the right block of every pair of b-blocks, each [..., pairs, b, D]."""
+    left, right = rearrange(x, "... (n two b) d -> two ... n b d", two=2, b=b)
+    return left, right
+
+
+def join(left: Tensor, right: Tensor) -> Tensor:
+    """Inverse of `pair`."""
+    return rearrange([left, right], "two ... n b d -> ... (n two b) d")
+
+
+def prepare(problem: Problem, tiles: Tiles, operand: Operand = exact, inverse: Operand = exact) -> Packets:
+    """The token-parallel stage. `operand` and `inverse` round what a kernel would round before its products."""
+    facts, dtype = problem.facts, problem.compute_dtype
+    q, k = gather(problem.q, tiles, dtype), gather(problem.k, tiles, dtype)
+    if facts.use_qk_l2norm:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
+    q, k = (x.repeat_interleave(problem.group(), dim=1) for x in (q * problem.scale, k))
+    valid = tiles.valid[:, None, :, None]
+    a = rearrange(gather(problem.g, tiles, dtype), "x h c k -> x c h k")
+    a = rearrange(problem_log_decay(problem, a), "x c h k -> x h c k")
+    a = torch.where(valid, a, torch.zeros((), dtype=dtype, device=a.device))
+    beta = activate_beta(gather(problem.beta, tiles, dtype), facts)  # [X, HV, CHUNK]
+    beta = torch.where(tiles.valid[:, None], beta, torch.zeros((), dtype=dtype, device=a.device))
+
+    # One token is a block of its own: forward = its own decay, reverse = 0, M = q.k, T = 1.
+    forward, reverse = a, torch.zeros_like(a)
+    M = rearrange((operand(q) * operand(k)).sum(-1), "... n -> ... n 1 1")
+    T = torch.ones_like(M)
+    b = 1
+    while b < CHUNK:
+        left, right = forward, forward
+        (forward_l, forward_r), (reverse_l, reverse_r) = pair(forward, b), pair(reverse, b)
+        (_, q_r), (k_l, k_r) = pair(q, b), pair(k, b)
+        into = forward_r.exp()
+        columns = operand(k_l * reverse_l.exp()).transpose(-1, -2)
+        L_new = operand(k_r * into) @ columns  # [..., pairs, b, b]
+        M_new = operand(q_r * into) @ columns
+        M = blocks(M, M_new)
+        X = L_new * pair(beta[..., None], b)[1]
+        T_l, T_r = T[..., 0::2, :, :], T[..., 1::2, :, :]
+        T = blocks(T, -(inverse(T_r) @ inverse(inverse(X) @ inverse(T_l))))
+        # Totals of each block, then the sums of the doubled blocks.
+        total_l, total_r = forward_l[..., -1:, :], forward_r[..., -1:, :]
+        forward = join(forward_l, forward_r + total_l)
+        reverse = join(reverse_l + total_r, reverse_r)
+        b *= 2
+
+    M, T = M.squeeze(-3), T.squeeze(-3)
+    A = inverse(T * beta[..., None, :])
+    Kr = operand(k * reverse.exp())
+    e = forward.exp()
+    return Packets(
+        Kd=operand(k * e),
+        Qd=operand(q * e),
+        Ak=operand(A.transpose(-1, -2) @ Kr),
+        Aq=operand(inverse(M) @ A),
+        decay=e[..., -1, :],
+        V=gather(problem.v, tiles, dtype),
+    )
+
+
+def blocks(diagonal: Tensor, below: Tensor) -> Tensor:
+    """[..., 2n, b, b] diagonal blocks and [..., n, b, b] blocks below them -> [..., n, 2b, 2b]."""
+    top = torch.cat([diagonal[..., 0::2, :, :], torch.zeros_like(below)], dim=-1)
+    return torch.cat([top, torch.cat([below, diagonal[..., 1::2, :, :]], dim=-1)], dim=-2)
+
+
+def recur(packets: Packets, tiles: Tiles, state: Tensor, operand: Operand = exact) -> tuple[Tensor, Tensor]:
+    """Walk the chunks. state: [N, HV, K, V]. Returns o [X, HV, CHUNK, V] and the final states."""
+    o: list[Tensor | None] = [None] * packets.V.shape[0]
+    for step in range(max(tiles.count, default=0)):
+        active = [n for n, count in enumerate(tiles.count) if count > step]
+        chunks = [tiles.first[n] + step for n in active]
+        everyone = len(active) == len(tiles.count)
+        Kd, Qd, Ak, Aq, decay, V = (x[chunks] for x in packets)
+        S = state if everyone else state[active]
+        rounded = operand(S)
+        R = operand(V - Kd @ rounded)
+        O = Qd @ rounded + Aq @ R
+        S = decay[..., None] * S + Ak.transpose(-1, -2) @ R
+        state = S if everyone else state.index_copy(0, torch.tensor(active, device=S.device), S)
+        for i, chunk in enumerate(chunks):
+            o[chunk] = O[i]
+    return torch.stack([x for x in o if x is not None]) if o else packets.V, state
+
+
+def fwd(problem: Problem, operand: Operand = exact, inverse: Operand = exact) -> Output:
+    """`kda.fwd` by chunks. Rows that belong to no sequence are zero; an empty sequence keeps its state."""
+    facts, dtype = problem.facts, problem.compute_dtype
+    tiles = tile(problem)
+    if problem.initial_state is None:
+        state = torch.zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype, device=problem.q.device)
+    else:
+        state = problem.initial_state.to(dtype).transpose(-1, -2)
+    chunks, state = recur(prepare(problem, tiles, operand, inverse), tiles, state, operand)
+    o = torch.zeros(facts.B * facts.T, facts.HV, facts.V, dtype=dtype, device=problem.q.device)
+    o = o.index_put((tiles.token[tiles.valid],), chunks.transpose(1, 2)[tiles.valid])
+    return problem.output(o.reshape(problem.v.shape), state.transpose(-1, -2))
+
+
+def _reasons(facts: Facts) -> list[str]:
+    return []
+
+
+def _rounding(facts: Facts) -> Rounding:
+    dtype = torch.float64 if facts.dtype == torch.float64 else torch.float32
+    return Rounding.uniform(dtype, output=facts.dtype, stored_state=facts.state_dtype)
+
+
+IMPL = Implementation(
+    name="chunked",
+    summary="the same function by chunks of 64 tokens in PyTorch; any device, differentiable; the default on a CPU",
+    reasons=_reasons,
+    rounding=_rounding,
+    fwd=fwd,
+)

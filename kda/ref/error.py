@@ -1,0 +1,219 @@
+"""How far a correct implementation may be from the specification: rounding error, propagated by the recurrence itself.
+
+A rounding error of the state obeys the state's own recurrence. With A_t = (I - beta k k^T) diag(exp(a_t)) a covariance P
+(K x K) of the state's error follows P <- A_t P A_t^T + (variance of the roundings of this token), which gives one
+standard deviation for every token's output and every key channel of the state, from nothing but the unit roundoffs an
+implementation declares (`kda.numerics.Rounding`).
+
+Where inputs repeat, roundings repeat: the same key gives the same rounding error, token after token, and errors add up
+in amplitude, not in variance. So tokens whose key (or gate) occurs more than once in their sequence also feed a matrix
+F <- A_t F + (amplitude of the roundings), one column per independent source; its rows' norms are the coherent part.
+
+V columns never mix and everything is linear in them, so each column is measured in units of its own largest input, and
+errors are compared as RMS over V. One rounding to nearest has the variance u^2 x^2 / 3 at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, einsum
+
+from kda.numerics import Rounding
+from kda.problem import Output, Problem
+from kda.ref import recurrent
+
+#: Variance of one rounding to nearest with unit roundoff 1.
+ONE = 1 / 3
+
+#: A result is accepted within this many standard deviations.
+SIGMAS = 6.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The specification's result in fp64 with one standard deviation of rounding error.
+
+    o:           [B, T, HV, V]          sigma_o:     [B, T, HV]     RMS over V, in units of `column`
+    final_state: [N, HV, V, K]          sigma_state: [N, HV, K]     RMS over V, in units of `column`
+    column:      [N, HV, V] unit of each V column of a sequence
+    sequence:    [B, T] sequence of each token, -1 for padding
+    """
+
+    o: Tensor
+    final_state: Tensor
+    sigma_o: Tensor
+    sigma_state: Tensor
+    column: Tensor
+    sequence: Tensor
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a result is from the expected one.
+
+    sigma_o, sigma_state: worst error in standard deviations (inf if anything is not finite that should be).
+    rms_o, rms_state:     RMS error over RMS reference, over the whole tensor.
+    where_o: (row, token, head) and where_state: (sequence, head, channel) of the worst.
+    """
+
+    sigma_o: float
+    sigma_state: float
+    rms_o: float
+    rms_state: float
+    where_o: tuple[int, ...]
+    where_state: tuple[int, ...]
+
+    @property
+    def sigma(self) -> float:
+        return max(self.sigma_o, self.sigma_state)
+
+    @property
+    def accepted(self) -> bool:
+        return self.sigma <= SIGMAS
+
+
+def _repeats(x: Tensor) -> Tensor:
+    """x: [T, HV, K] -> [T, HV], whether the row stands at another token of this sequence too."""
+    result = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    for head in range(x.shape[1]):
+        _, inverse, counts = torch.unique(x[:, head], dim=0, return_inverse=True, return_counts=True)
+        result[:, head] = counts[inverse] > 1
+    return result
+
+
+def expect(problem: Problem, rounding: Rounding) -> Expected:
+    """Run the specification on a problem whose tensors are fp64 and propagate the declared roundings beside it."""
+    facts = problem.facts
+    if facts.dtype != torch.float64:
+        raise TypeError(f"expect: the oracle runs in fp64, got a problem in {facts.dtype}")
+    inputs = recurrent.prepare(problem)
+    q, k, v, log_decay, beta, initial = inputs
+    HV, K, V, device = facts.HV, facts.K, facts.V, q.device
+
+    spans = problem.layout.spans()
+    sequence = torch.full((facts.B, facts.T), -1, device=device)
+    column = torch.zeros(facts.N, HV, V, dtype=torch.float64, device=device)
+    repeated_k = torch.zeros(facts.B, facts.T, HV, dtype=torch.float64, device=device)
+    repeated_a = torch.zeros_like(repeated_k)
+    for n, (row, start, stop) in enumerate(spans):
+        sequence[row, start:stop] = n
+        column[n] = initial[n].abs().amax(-2)
+        if stop > start:
+            column[n] = torch.maximum(column[n], v[row, start:stop].abs().amax(0))
+            repeated_k[row, start:stop] = _repeats(k[row, start:stop]).double()
+            repeated_a[row, start:stop] = _repeats(log_decay[row, start:stop]).double()
+    column = torch.where(column > 0, column, 1.0)
+
+    u2 = {name: ONE * getattr(rounding, name) ** 2 for name in ("operand", "inverse", "gate", "state", "output")}
+    o = torch.zeros(facts.B, facts.T, HV, V, dtype=torch.float64, device=device)
+    var_o = torch.zeros(facts.B, facts.T, HV, dtype=torch.float64, device=device)
+    states = initial.clone()
+    var_state = torch.zeros(facts.N, HV, K, dtype=torch.float64, device=device)
+    eye = torch.eye(K, dtype=torch.float64, device=device)
+    last = -1
+    for step in recurrent.steps(problem, inputs):
+        n, at = step.sequence, (step.row, step.token)
+        if n != last:
+            P = torch.zeros(HV, K, K, dtype=torch.float64, device=device)
+            F = torch.zeros(HV, K, K + 1, dtype=torch.float64, device=device)
+            last = n
+        unit = column[n]
+        kt, qt, bt, decay = k[at], q[at], beta[at][:, None], log_decay[at].exp()
+
+        # Mean squares over V: the state before and after the update, and all that meets in the residual.
+        before = (step.decayed / unit[:, None]).square().mean(-1)  # [HV, K]
+        after = (step.state / unit[:, None]).square().mean(-1)
+        met = (v[at] / unit).square().mean(-1, keepdim=True) + (kt.square() * before).sum(-1, keepdim=True)  # [HV, 1]
+        written = bt.square() * kt.square() * met  # [HV, K] what the update adds to the state
+
+        # A key's element is rounded in three places (Kd, Kr, Ak); the residual in two, and in the inverse.
+        element = 3 * u2["operand"] * written
+        common = (2 * u2["operand"] + 3 * u2["inverse"]) * bt.square() * met  # [HV, 1], along k
+        finite = torch.nan_to_num(log_decay[at], neginf=0.0)  # exp(-inf) is exact
+        faded = u2["gate"] * (1 + finite.square()) * before
+        kept = u2["state"] * (after + written)
+
+        P = decay[:, :, None] * P * decay[:, None, :]
+        w = einsum("hij,hj->hi", P, kt)
+        u = bt * w - 0.5 * bt.square() * einsum("hi,hi->h", kt, w)[:, None] * kt
+        P = P - kt[:, :, None] * u[:, None, :] - u[:, :, None] * kt[:, None, :]
+        P = P + common[..., None] * kt[:, :, None] * kt[:, None, :] + (element + faded + kept)[..., None] * eye
+
+        F = decay[:, :, None] * F
+        F = F - (bt * kt)[:, :, None] * einsum("hi,hij->hj", kt, F)[:, None, :]
+        again = repeated_k[at][:, None]
+        own = again * (3 * rounding.operand**2 * written).sqrt() + repeated_a[at][:, None] * (3 * faded).sqrt()
+        along = again * (3 * common).sqrt() * kt
+        F = F + torch.cat([own[..., None] * eye, along[..., None]], -1)
+
+        # The output reads the state through Qd and through Aq R, then is rounded itself.
+        read = (qt.square() * (before + after)).sum(-1)
+        mixed = (einsum("hi,hi->h", qt, kt) * bt[:, 0]).square() * met[:, 0]
+        var_o[at] = (
+            einsum("hi,hij,hj->h", qt, P, qt)
+            + einsum("hi,hij->hj", qt, F).square().sum(-1)
+            + 2 * u2["operand"] * read
+            + 4 * u2["operand"] * mixed
+            + u2["output"] * (step.o / unit).square().mean(-1)
+        )
+        o[at] = step.o
+        states[n] = step.state
+        var_state[n] = torch.diagonal(P, dim1=-2, dim2=-1) + F.square().sum(-1)
+    stored = ONE * rounding.stored_state**2 * (states / column[:, :, None]).square().mean(-1)
+    return Expected(o, states.transpose(-1, -2), var_o.sqrt(), (var_state + stored).sqrt(), column, sequence)
+
+
+def _underflow(dtype: torch.dtype, column: Tensor) -> Tensor:
+    """RMS over V, in units of the column, of rounding to the spacing of the smallest numbers of `dtype`."""
+    # Kernels may flush what is below the smallest normal number to zero.
+    return (torch.finfo(dtype).tiny / column).square().mean(-1).sqrt()
+
+
+def _compare(actual: Tensor, expected: Tensor, sigma: Tensor) -> tuple[float, float, tuple[int, ...]]:
+    """Errors [..., V] in units of the column against sigma [...]: worst ratio, and where. Anything not finite is inf."""
+    error = (actual - expected).square().mean(-1).sqrt()
+    ratio = torch.where(error > 0, error / sigma, 0.0)
+    ratio = torch.where(torch.isfinite(error), ratio, torch.inf)
+    if ratio.numel() == 0:
+        return 0.0, 0.0, ()
+    worst = int(ratio.argmax())
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), ratio.shape))
+    return float(ratio.flatten()[worst]), float(error.square().mean().sqrt()), where
+
+
+def _rms_ratio(actual: Tensor, expected: Tensor) -> float:
+    if expected.numel() == 0:
+        return 0.0
+    error = (actual - expected).square().mean().sqrt()
+    reference = expected.square().mean().sqrt()
+    return float(error / reference) if reference > 0 else float(error)
+
+
+def deviation(result: Output, expected: Expected) -> Deviation:
+    """Compare a result with what the specification and the declared roundings allow.
+
+    A value beyond the largest number of the result's dtype is expected as that dtype's infinity.
+    """
+    o, state = result.o.double(), result.final_state
+    if expected.o.numel():
+        padded = torch.cat([expected.column, torch.ones_like(expected.o[0, :1])])  # sequence -1 is padding
+        want = expected.o.to(result.o.dtype).double()
+        overflow = torch.isinf(want) & (o == want)
+        o = torch.where(overflow, expected.o, o)
+        unit = padded[expected.sequence]
+        sigma = expected.sigma_o + _underflow(result.o.dtype, unit)
+        padding = (expected.sequence < 0)[..., None, None]
+        o = torch.where(padding & (o != 0), torch.inf, o)  # padding is exactly zero
+        sigma_o, _, where_o = _compare(o / unit, expected.o / unit, sigma)
+    else:
+        sigma_o, where_o = 0.0, ()
+    rms_o = _rms_ratio(o, expected.o)
+    if state is None or state.numel() == 0:
+        return Deviation(sigma_o, 0.0, rms_o, 0.0, where_o, ())
+    unit = expected.column[:, :, None]
+    sigma = expected.sigma_state + _underflow(state.dtype, expected.column)[..., None]
+    actual = state.double().transpose(-1, -2)
+    sigma_state, _, where_state = _compare(actual / unit, expected.final_state.transpose(-1, -2) / unit, sigma)
+    return Deviation(sigma_o, sigma_state, rms_o, _rms_ratio(state.double(), expected.final_state), where_o, where_state)

@@ -1,0 +1,70 @@
+"""The portable fast path: a chunked forward in Triton, for every gate and shape up to 256 channels.
+
+`math` holds the device helpers, `prepare` and `recur` the two kernels (the stages of `kda.ref.chunked`), `config` the
+one table of tiles, `forward` the host side. Triton itself is imported with the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from kda.numerics import Rounding, unit_roundoff
+from kda.problem import Facts, Implementation, Output, Problem
+
+MAX_CHANNELS = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _unavailable() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; `pip install triton` (Linux only)."
+    return None
+
+
+def _reasons(facts: Facts) -> list[str]:
+    reasons = []
+    if facts.device != "cuda" and not (facts.device == "cpu" and facts.triton_interpreter):
+        reasons.append(f"q is on a {facts.device} device; Triton runs on CUDA and ROCm GPUs.")
+    if facts.device == "cuda" and not facts.rocm and facts.capability is not None and facts.capability < (8, 0):
+        major, minor = facts.capability
+        reasons.append(f"the GPU has compute capability {major}.{minor}; the kernels need 8.0 or newer.")
+    if facts.dtype not in DTYPES:
+        reasons.append(f"q is {facts.dtype}; the kernels take bfloat16, float16 and float32.".replace("torch.", ""))
+    for name in ("K", "V"):
+        size = getattr(facts, name)
+        if size > MAX_CHANNELS:
+            reasons.append(f"{name} is {size}; the kernels keep a state of at most {MAX_CHANNELS} x {MAX_CHANNELS}.")
+    if facts.requires_grad:
+        reasons.append(f"{', '.join(facts.requires_grad)} requires grad; there is no backward here yet.")
+    return reasons
+
+
+def _rounding(facts: Facts) -> Rounding:
+    bf16 = facts.dtype == torch.bfloat16
+    fp32 = unit_roundoff(torch.float32)
+    return Rounding(
+        operand=unit_roundoff(torch.bfloat16) if bf16 else 8 * fp32,  # fp16 and fp32: 3xTF32
+        inverse=2.0**-16 if bf16 else 8 * fp32,  # two bf16 terms per operand
+        gate=2.0**-21,  # exp and log of the device, and sums of two fp16 terms
+        state=fp32,
+        output=unit_roundoff(facts.dtype),
+        stored_state=unit_roundoff(facts.state_dtype),
+    )
+
+
+def _fwd(problem: Problem) -> Output:
+    from kda.triton.forward import fwd
+
+    return fwd(problem)
+
+
+IMPL = Implementation(
+    name="triton",
+    summary="chunked Triton kernels; every gate, bf16/fp16/fp32, K and V up to 256",
+    reasons=_reasons,
+    rounding=_rounding,
+    fwd=_fwd,
+    unavailable=_unavailable,
+)

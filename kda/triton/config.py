@@ -1,0 +1,46 @@
+"""The one table of tiles. No autotuning: the same device, shape and dtype always run the same code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kda.numerics import CHUNK
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """chunk: tokens per chunk (divides 64); block_k, prepare_warps: of the first kernel; block_v, ...: of the second."""
+
+    chunk: int
+    block_k: int
+    prepare_warps: int
+    block_v: int
+    recur_warps: int
+    recur_stages: int
+
+
+#: (products in bf16, K rounded up to a power of two) -> tiles.
+TABLE = {
+    (True, 16): Tiles(CHUNK, 16, 4, 64, 4, 2),
+    (True, 32): Tiles(CHUNK, 32, 4, 64, 4, 2),
+    (True, 64): Tiles(CHUNK, 64, 4, 64, 4, 2),
+    (True, 128): Tiles(CHUNK, 64, 4, 64, 4, 2),
+    (True, 256): Tiles(CHUNK, 64, 4, 32, 4, 1),
+    (False, 16): Tiles(CHUNK, 16, 4, 32, 4, 1),
+    (False, 32): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    (False, 64): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    (False, 128): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    (False, 256): Tiles(CHUNK // 2, 32, 4, 32, 4, 1),
+}
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n and at least 16, the smallest side of a dot."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def tiles(dtype: torch.dtype, K: int) -> Tiles:
+    """The row of the table for q's dtype and K."""
+    return TABLE[dtype == torch.bfloat16, power_of_two(K)]

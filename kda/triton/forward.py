@@ -1,0 +1,121 @@
+"""Host side of the Triton forward: workspace, grids and launches. No synchronisation, no look at any contents."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+from torch import Tensor
+
+from kda.problem import GateKind, Output, Problem
+from kda.triton import math
+from kda.triton.config import power_of_two, tiles
+from kda.triton.prepare import prepare_kernel
+from kda.triton.recur import recur_kernel
+
+_GATES = {GateKind.BOUNDED: math.BOUNDED, GateKind.SOFTPLUS: math.SOFTPLUS, GateKind.GIVEN: math.GIVEN}
+
+
+def _strides(x: Tensor | None, rank: int) -> tuple[int, ...]:
+    return (0,) * rank if x is None else x.stride()
+
+
+def fwd(problem: Problem) -> Output:
+    """`kda.fwd` in two kernels. The workspace is 3 K + 64 operands per token and value head."""
+    facts = problem.facts
+    q, k, v, g, beta = problem.q, problem.k, problem.v, problem.g, problem.beta
+    B, T, HV, K, V, N = facts.B, facts.T, facts.HV, facts.K, facts.V, facts.N
+    config = tiles(facts.dtype, K)
+    C = config.chunk
+    bf16 = facts.dtype == torch.bfloat16
+    operand, inverse = (math.BF16, math.BF16X2) if bf16 else (math.FP32, math.FP32)
+    cu_seqlens = problem.layout.cu_seqlens
+    slots = T // C + N if facts.varlen else B * triton.cdiv(T, C)
+
+    out = problem.out if problem.out is not None else torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
+    final = problem.final_state
+    if final is None and facts.final_state:
+        final = torch.empty(N, HV, V, K, dtype=facts.state_dtype, device=q.device)
+    if N * HV == 0:
+        return Output(out.zero_(), final)
+
+    work = torch.bfloat16 if bf16 else torch.float32
+    Kd, Qd, Ak = torch.empty(3, HV, B * T, K, dtype=work, device=q.device)
+    Aq = torch.empty(HV, B * T, C, dtype=work, device=q.device)
+    decay = torch.empty(slots, HV, K, dtype=torch.float32, device=q.device)
+    common = dict(C=C, VARLEN=facts.varlen, OPERAND=operand, INTERPRET=facts.triton_interpreter)
+    cu_stride = 0 if cu_seqlens is None else cu_seqlens.stride(0)
+    on_device = torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
+    with on_device:
+        if B * T:
+            prepare_kernel[(slots * HV,)](
+                q,
+                k,
+                g,
+                beta,
+                problem.A_log,
+                problem.dt_bias,
+                cu_seqlens,
+                Kd,
+                Qd,
+                Ak,
+                Aq,
+                decay,
+                problem.scale,
+                0.0 if facts.lower_bound is None else facts.lower_bound,
+                *q.stride(),
+                *k.stride(),
+                *g.stride(),
+                *beta.stride(),
+                cu_stride,
+                N,
+                T,
+                B * T,
+                HV,
+                problem.group(),
+                K=K,
+                BK=config.block_k,
+                LEVELS=C.bit_length() - 1,
+                GATE=_GATES[facts.gate],
+                HAS_A_LOG=problem.A_log is not None,
+                HAS_BIAS=problem.dt_bias is not None,
+                L2NORM=facts.use_qk_l2norm,
+                SIGMOID=facts.use_beta_sigmoid,
+                BETA_FACTOR=2.0 if facts.allow_neg_eigval else 1.0,
+                INVERSE=inverse,
+                num_warps=config.prepare_warps,
+                **common,
+            )
+        BV = min(config.block_v, power_of_two(V))
+        recur_kernel[(N * HV * triton.cdiv(V, BV),)](
+            Kd,
+            Qd,
+            Ak,
+            Aq,
+            decay,
+            v,
+            out,
+            problem.initial_state,
+            final,
+            cu_seqlens,
+            *v.stride(),
+            *out.stride(),
+            *_strides(problem.initial_state, 4),
+            *_strides(final, 4),
+            cu_stride,
+            N,
+            T,
+            B * T,
+            HV,
+            K=K,
+            V=V,
+            KP=power_of_two(K),
+            BV=BV,
+            HAS_INITIAL=problem.initial_state is not None,
+            HAS_FINAL=final is not None,
+            num_warps=config.recur_warps,
+            num_stages=config.recur_stages,
+            **common,
+        )
+    return Output(out, final)

@@ -1,0 +1,148 @@
+"""Device helpers shared by the kernels. All arithmetic is fp32; values are rounded at loads, stores and dots only."""
+
+import triton
+import triton.language as tl
+
+from kda.numerics import L2NORM_EPS, LOG2E, LOG_DECAY_FLOOR, MAX_EXP
+
+# Kinds of product. Operands of one bf16 term, of two, of one fp16 term, or fp32 by three TF32 products.
+BF16 = tl.constexpr(0)
+BF16X2 = tl.constexpr(1)
+FP16 = tl.constexpr(2)
+FP32 = tl.constexpr(3)
+
+BOUNDED = tl.constexpr(0)
+SOFTPLUS = tl.constexpr(1)
+GIVEN = tl.constexpr(2)
+
+_LOG2E = tl.constexpr(LOG2E)
+_EPS = tl.constexpr(L2NORM_EPS)
+_FLOOR = tl.constexpr(LOG_DECAY_FLOOR)
+_MAX_EXP = tl.constexpr(MAX_EXP)
+#: Log decays are summed as two fp16 terms after scaling: the floor stays below fp16's largest number, and what the
+#: second term cannot hold is below 2^-33 nats.
+_SUM_SCALE = tl.constexpr(512.0)
+
+
+@triton.jit
+def cast(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """fp32 to `DTYPE`, to nearest even. The interpreter truncates to bf16, so there the bits are rounded first."""
+    if INTERPRET and DTYPE == tl.bfloat16 and x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _dot(a, b, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    a, b = cast(a, DTYPE, INTERPRET), cast(b, DTYPE, INTERPRET)
+    if INTERPRET:  # it multiplies the bit patterns of bf16: multiply in fp32 what was rounded as on the device
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b)
+
+
+@triton.jit
+def dot(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr):
+    """a @ b in fp32, with operands rounded as `KIND` says."""
+    if KIND == BF16:
+        return _dot(a, b, tl.bfloat16, INTERPRET)
+    elif KIND == FP16:
+        return _dot(a, b, tl.float16, INTERPRET)
+    elif KIND == BF16X2:
+        a_high = cast(a, tl.bfloat16, INTERPRET).to(tl.float32)
+        b_high = cast(b, tl.bfloat16, INTERPRET).to(tl.float32)
+        small = _dot(a_high, b - b_high, tl.bfloat16, INTERPRET) + _dot(a - a_high, b_high, tl.bfloat16, INTERPRET)
+        return small + _dot(a_high, b_high, tl.bfloat16, INTERPRET)
+    else:
+        return tl.dot(a, b, input_precision="ieee" if INTERPRET else "tf32x3")
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * _LOG2E)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), accurate in relative terms also where exp(x) vanishes beside 1."""
+    e = exp(-tl.abs(x))
+    one_plus = 1.0 + e
+    # log1p by its rounded argument: the quotient undoes the rounding of 1 + e.
+    log1p = tl.where(one_plus == 1.0, e, tl.log(one_plus) * (e / (one_plus - 1.0)))
+    return tl.where(x > 0, x, 0.0) + tl.where(x == x, log1p, x)
+
+
+@triton.jit
+def log_decay(g, A_log, dt_bias, lower_bound, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Activated gate of a tile [rows, channels], floored so that a hard reset stays finite. NaN stays NaN."""
+    if HAS_BIAS:
+        g += dt_bias[None, :]
+    if GATE == GIVEN:
+        a = g
+    else:
+        if GATE == SOFTPLUS:
+            g = -softplus(g)
+        if HAS_A_LOG:
+            g = g * exp(tl.minimum(tl.maximum(A_log, -_MAX_EXP), _MAX_EXP))
+        a = g
+        if GATE == BOUNDED:
+            a = lower_bound * sigmoid(g)
+    return tl.where(a < _FLOOR, _FLOOR, a)
+
+
+@triton.jit
+def inverse_norm(sum_of_squares):
+    return 1.0 / tl.sqrt(sum_of_squares + _EPS)
+
+
+@triton.jit
+def halves(a):
+    """A tile of log decays as two fp16 terms whose sum is exact to fp32's own precision."""
+    scaled = a * _SUM_SCALE
+    high = scaled.to(tl.float16)
+    return high, (scaled - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def exp_of_sums(selection, high, low, INTERPRET: tl.constexpr):
+    """exp of the sums of log decays that each row of the 0/1 matrix `selection` selects; `halves` gave the terms.
+
+    Sums on the tensor cores, without a difference of two sums anywhere: nothing cancels.
+    """
+    ones = tl.where(selection, 1.0, 0.0)
+    sums = dot(ones, high, FP16, INTERPRET) + dot(ones, low, FP16, INTERPRET)
+    return tl.exp2(sums * (_LOG2E / _SUM_SCALE))
+
+
+@triton.jit
+def bounds(cu_seqlens, cu_stride, n, T):
+    """First token and end of packed sequence n, clamped to the tensors."""
+    start = tl.load(cu_seqlens + n * cu_stride).to(tl.int64)
+    stop = tl.load(cu_seqlens + (n + 1) * cu_stride).to(tl.int64)
+    start = tl.minimum(tl.maximum(start, 0), T)
+    return start, tl.minimum(tl.maximum(stop, start), T)
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens, cu_stride, N, T, CHUNK: tl.constexpr):
+    """The packed sequence that owns chunk slot `slot`.
+
+    Sequence n owns the slots from start_n // CHUNK + n on, as many as it has chunks: these ranges never overlap, so no
+    table and no sum over other sequences is needed. Slots between two ranges stay unused.
+    """
+    low = 0
+    high = N
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(cu_seqlens + middle * cu_stride).to(tl.int64)
+        start = tl.minimum(tl.maximum(start, 0), T)
+        owns = start // CHUNK + middle <= slot
+        low = tl.where(owns, middle, low)
+        high = tl.where(owns, high, middle)
+    return low

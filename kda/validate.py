@@ -1,0 +1,331 @@
+"""The only file that may say "your input is wrong". Every message: the argument, what was expected, what came, a hint."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda.gate import gate_kind
+from kda.problem import Facts, GateKind, Layout, Problem
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FLOAT_NAMES = "bfloat16, float16, float32 or float64"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}; call .to_dense() first")
+
+
+def _require_shape(name: str, value: Tensor, symbols: str, expected: tuple[int, ...], hint: str = "") -> None:
+    if tuple(value.shape) != expected:
+        hint = f"; {hint}" if hint else ""
+        raise ValueError(f"{name}: expected shape {symbols} = {list(expected)}, got {list(value.shape)}{hint}")
+
+
+def _require_float(name: str, value: Tensor) -> None:
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected dtype {_FLOAT_NAMES}, got {_name(value.dtype)}")
+
+
+def _require_dtype(name: str, value: Tensor, expected: torch.dtype, why: str) -> None:
+    if value.dtype != expected:
+        raise TypeError(f"{name}: expected dtype {_name(expected)} ({why}), got {_name(value.dtype)}")
+
+
+def _require_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def _require_real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}; for a tensor pass x.item()")
+    return float(value)
+
+
+def _require_writable(name: str, buffer: Tensor, readers: dict[str, Tensor]) -> None:
+    """A buffer may be strided, but must not write one element twice nor start on a tensor that is still to be read."""
+    if buffer.numel() == 0:
+        return
+    if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+        raise ValueError(f"{name}: expected a buffer with one element per index, got an expanded view; clone() it")
+    for other, tensor in readers.items():
+        if tensor.numel() and tensor.data_ptr() == buffer.data_ptr():
+            raise ValueError(f"{name}: expected memory of its own, got the memory of {other}, which is still read")
+
+
+def _vector(name: str, value: Tensor | None, symbols: str, shape: tuple[int, ...], hint: str) -> Tensor | None:
+    """`value` viewed as `shape`; accepted when it has that shape, flat or with extra dimensions of 1."""
+    if value is None:
+        return None
+    _require_tensor(name, value)
+    _require_float(name, value)
+    squeezed = [size for size in value.shape if size != 1]
+    accepted = ([size for size in shape if size != 1], [size for size in (math.prod(shape),) if size != 1])
+    if value.numel() != math.prod(shape) or squeezed not in accepted:
+        raise ValueError(f"{name}: expected {symbols} = {list(shape)} elements, got shape {list(value.shape)}; {hint}")
+    return value.reshape(shape)
+
+
+def _cu_seqlens(value: Tensor, q: Tensor) -> None:
+    _require_tensor("cu_seqlens", value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected dtype int32 or int64, got {_name(value.dtype)}")
+    if value.dim() != 1 or value.numel() == 0:
+        raise ValueError(
+            f"cu_seqlens: expected shape [N + 1], got {list(value.shape)}; it starts with 0 and ends each sequence"
+        )
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"q: expected batch 1 with cu_seqlens, got {q.shape[0]}; pack the sequences along T: "
+            "x.flatten(0, 1).unsqueeze(0)"
+        )
+
+
+def _checking() -> bool:
+    return os.environ.get("KDA_CHECK", "0") not in ("", "0")
+
+
+def _contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -> None:
+    """What only the contents can tell: free on a CPU, a synchronisation elsewhere (done under KDA_CHECK=1 alone)."""
+    checking = _checking()
+    if checking and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "KDA_CHECK: expected no CUDA graph capture while it is set, got one; it reads tensors on the host. "
+            "Unset KDA_CHECK to capture"
+        )
+    if checking and kind is GateKind.GIVEN and bool((g > 0).any()):
+        raise ValueError(
+            f"g: expected log decays <= 0 when neither lower_bound nor A_log is given, got {g.max().item()}; "
+            "pass the activated gate, or A_log for the raw one"
+        )
+    if cu_seqlens is not None and (checking or q.device.type == "cpu"):
+        offsets = cu_seqlens.tolist()
+        if offsets[0] != 0:
+            raise ValueError(f"cu_seqlens: expected to start with 0, got {offsets[0]}; prepend a 0")
+        for n, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+            if stop < start:
+                raise ValueError(
+                    f"cu_seqlens: expected not to decrease, got {start} then {stop} at index {n + 1}; "
+                    "it holds cumulative offsets, not lengths"
+                )
+        if offsets[-1] > q.shape[1]:
+            raise ValueError(f"cu_seqlens: expected to end at most at T = {q.shape[1]}, got {offsets[-1]}")
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    out: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    output_final_state: bool,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    batch_invariant: bool,
+) -> Problem:
+    """The arguments of `kda.fwd` as a `Problem`. Raises ValueError or TypeError before anything is written."""
+    tensors: dict[str, Tensor] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    optional: dict[str, Tensor | None] = {
+        "out": out,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "initial_state": initial_state,
+        "final_state": final_state,
+        "cu_seqlens": cu_seqlens,
+    }
+    for name, value in tensors.items():
+        _require_tensor(name, value)
+    for name, maybe in optional.items():
+        if maybe is not None:
+            _require_tensor(name, maybe)
+            tensors[name] = maybe
+    flags = {
+        "output_final_state": output_final_state,
+        "use_qk_l2norm": use_qk_l2norm,
+        "use_beta_sigmoid": use_beta_sigmoid,
+        "allow_neg_eigval": allow_neg_eigval,
+        "batch_invariant": batch_invariant,
+    }
+    for name, flag in flags.items():
+        _require_flag(name, flag)
+    if allow_neg_eigval and not use_beta_sigmoid:
+        raise ValueError(
+            "allow_neg_eigval: expected use_beta_sigmoid=True with it, got False; a beta that is given as the weight "
+            "itself is used as it is, so double it before the call"
+        )
+
+    # Shapes.
+    for name, axes in (("q", "H, K"), ("v", "HV, V")):
+        if tensors[name].dim() != 4:
+            raise ValueError(f"{name}: expected shape [B, T, {axes}], got {list(tensors[name].shape)}")
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    if K == 0 or V == 0:
+        name, axis = ("q", "K") if K == 0 else ("v", "V")
+        raise ValueError(f"{name}: expected at least one channel, got {axis} = 0")
+    _require_shape("k", k, "[B, T, H, K]", (B, T, H, K), "q and k have the same heads and channels")
+    _require_shape("v", v, "[B, T, HV, V]", (B, T, HV, V), "v has q's batch and tokens")
+    if (H == 0) != (HV == 0) or (H and HV % H):
+        raise ValueError(
+            f"v: expected a number of heads HV that is a multiple of q's H = {H}, got HV = {HV}; "
+            "each query/key head serves HV / H value heads"
+        )
+    _require_shape("g", g, "[B, T, HV, K]", (B, T, HV, K), "one gate per value head and key channel")
+    _require_shape("beta", beta, "[B, T, HV]", (B, T, HV), "one beta per value head")
+
+    # Dtypes and devices.
+    for name in ("q", "g", "beta"):
+        _require_float(name, tensors[name])
+    for name in ("k", "v"):
+        _require_dtype(name, tensors[name], q.dtype, "q's; q, k and v have one dtype")
+    for name, tensor in tensors.items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} (q's), got {tensor.device}; move it with .to(q.device)")
+
+    # Scalars and the gate.
+    if scale is None:
+        scale = K**-0.5
+    scale = _require_real("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    if lower_bound is not None:
+        lower_bound = _require_real("lower_bound", lower_bound)
+        if not math.isfinite(lower_bound) or lower_bound > 0:
+            raise ValueError(
+                f"lower_bound: expected a finite number <= 0, got {lower_bound}; "
+                "it is the strongest log decay per token, such as -5"
+            )
+    if dt_bias is not None and A_log is None and lower_bound is None:
+        raise ValueError(
+            "dt_bias: expected A_log or lower_bound beside it, got neither; without them g is the log decay itself "
+            "and no bias is added"
+        )
+    kind = gate_kind(lower_bound, A_log)
+    A_log = _vector("A_log", A_log, "HV", (HV,), "one per value head")
+    dt_bias = _vector("dt_bias", dt_bias, "HV * K", (HV, K), "one per value head and key channel")
+
+    # Layout.
+    if cu_seqlens is not None:
+        _cu_seqlens(cu_seqlens, q)
+    layout = Layout(B, T, cu_seqlens)
+    N = layout.sequences
+
+    # States and buffers.
+    state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    allowed = (torch.float32, torch.bfloat16) + ((torch.float64,) if q.dtype == torch.float64 else ())
+    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
+        if state is None:
+            continue
+        _require_shape(name, state, "[N, HV, V, K]", (N, HV, V, K), "V comes before K")
+        if state.dtype not in allowed:
+            raise TypeError(f"{name}: expected dtype {' or '.join(map(_name, allowed))}, got {_name(state.dtype)}")
+    if final_state is not None:
+        state_dtype = final_state.dtype
+        if initial_state is not None:
+            _require_dtype("initial_state", initial_state, state_dtype, "final_state's")
+    elif initial_state is not None:
+        state_dtype = initial_state.dtype
+
+    graded = (
+        tuple(name for name, tensor in tensors.items() if tensor.requires_grad) if torch.is_grad_enabled() else ()
+    )
+    inputs = {name: t for name, t in tensors.items() if name not in ("out", "final_state")}
+    if out is not None:
+        _require_shape("out", out, "[B, T, HV, V]", (B, T, HV, V))
+        _require_dtype("out", out, q.dtype, "q's")
+    for name, buffer in (("out", out), ("final_state", final_state)):
+        if buffer is None:
+            continue
+        if graded:
+            raise ValueError(
+                f"{name}: expected no buffer while {', '.join(graded)} requires grad, got one; results written in "
+                "place cannot be differentiated. Leave the buffer out, or call under torch.no_grad()"
+            )
+        readers = dict(inputs)
+        if name == "final_state":
+            readers.pop("initial_state", None)  # updating a state in place is a normal thing to do
+            if out is not None:
+                readers["out"] = out
+        _require_writable(name, buffer, readers)
+    _contents(q, g, kind, cu_seqlens)
+
+    facts = Facts(
+        device=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        rocm=torch.version.hip is not None,
+        triton_interpreter=os.environ.get("TRITON_INTERPRET", "0") == "1",
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        N=N,
+        varlen=cu_seqlens is not None,
+        dtype=q.dtype,
+        g_dtype=g.dtype,
+        beta_dtype=beta.dtype,
+        A_log_dtype=None if A_log is None else A_log.dtype,
+        dt_bias_dtype=None if dt_bias is None else dt_bias.dtype,
+        state_dtype=state_dtype,
+        gate=kind,
+        lower_bound=lower_bound,
+        initial_state=initial_state is not None,
+        final_state=output_final_state or final_state is not None,
+        use_qk_l2norm=use_qk_l2norm,
+        use_beta_sigmoid=use_beta_sigmoid,
+        allow_neg_eigval=allow_neg_eigval,
+        batch_invariant=batch_invariant,
+        strided=tuple(name for name, t in inputs.items() if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1),
+        requires_grad=graded,
+    )
+    return Problem(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=scale,
+        out=out,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        final_state=final_state,
+        layout=layout,
+        facts=facts,
+    )
+
+
+def implementation_name(impl: object, names: tuple[str, ...]) -> str:
+    """`impl` if it is "auto" or a known name; else TypeError or ValueError with the names there are."""
+    if not isinstance(impl, str):
+        raise TypeError(f"impl: expected a name, got {type(impl).__name__}; one of 'auto', {', '.join(map(repr, names))}")
+    if impl != "auto" and impl not in names:
+        raise ValueError(f"impl: expected one of 'auto', {', '.join(map(repr, names))}, got {impl!r}")
+    return impl
+
+
