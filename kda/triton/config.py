@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from kda.numerics import CHUNK
+from kda.numerics import CHUNK, exponent_margin
+from kda.problem import Facts, GateKind
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """chunk: tokens per chunk (divides 64); block_k, prepare_warps: of the first kernel; block_v, ...: of the second."""
+    """chunk: tokens per chunk (divides 64); block_k, prepare_*: of the first kernel; block_v, recur_*: of the second."""
 
     chunk: int
     block_k: int
     prepare_warps: int
+    prepare_stages: int
     block_v: int
     recur_warps: int
     recur_stages: int
@@ -23,16 +25,16 @@ class Tiles:
 
 #: (products in bf16, K rounded up to a power of two) -> tiles.
 TABLE = {
-    (True, 16): Tiles(CHUNK, 16, 4, 64, 4, 2),
-    (True, 32): Tiles(CHUNK, 32, 4, 64, 4, 2),
-    (True, 64): Tiles(CHUNK, 64, 4, 64, 4, 2),
-    (True, 128): Tiles(CHUNK, 64, 4, 64, 4, 2),
-    (True, 256): Tiles(CHUNK, 64, 4, 32, 4, 1),
-    (False, 16): Tiles(CHUNK, 16, 4, 32, 4, 1),
-    (False, 32): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    (False, 64): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    (False, 128): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    (False, 256): Tiles(CHUNK // 2, 32, 4, 32, 4, 1),
+    (True, 16): Tiles(CHUNK, 16, 4, 1, 64, 4, 2),
+    (True, 32): Tiles(CHUNK, 32, 4, 1, 64, 4, 2),
+    (True, 64): Tiles(CHUNK, 64, 4, 1, 64, 4, 2),
+    (True, 128): Tiles(CHUNK, 64, 4, 1, 64, 4, 3),
+    (True, 256): Tiles(CHUNK, 64, 4, 1, 32, 4, 1),
+    (False, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
+    (False, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    (False, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    (False, 128): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    (False, 256): Tiles(CHUNK // 2, 32, 4, 1, 32, 4, 1),
 }
 
 
@@ -44,3 +46,15 @@ def power_of_two(n: int) -> int:
 def tiles(dtype: torch.dtype, K: int) -> Tiles:
     """The row of the table for q's dtype and K."""
     return TABLE[dtype == torch.bfloat16, power_of_two(K)]
+
+
+#: Rows of a diagonal block that a bounded gate may anchor once, and the bits of exponent left for its operands.
+ANCHORED_ROWS = 16
+ANCHORED_MARGIN = 120.0
+
+
+def anchored_rows(facts: Facts) -> int:
+    """Rows per diagonal block that is anchored once instead of by doubling; 0 where the gate could leave the exponent."""
+    if facts.gate is not GateKind.BOUNDED or facts.dtype != torch.bfloat16:  # fp32 would lose digits to the centre
+        return 0
+    return ANCHORED_ROWS if exponent_margin(ANCHORED_ROWS, facts.lower_bound or 0.0) >= ANCHORED_MARGIN else 0

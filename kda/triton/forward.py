@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kda.problem import GateKind, Output, Problem
 from kda.triton import math
-from kda.triton.config import power_of_two, tiles
+from kda.triton.config import anchored_rows, power_of_two, tiles
 from kda.triton.prepare import prepare_kernel
 from kda.triton.recur import recur_kernel
 
@@ -29,7 +29,10 @@ def fwd(problem: Problem) -> Output:
     config = tiles(facts.dtype, K)
     C = config.chunk
     bf16 = facts.dtype == torch.bfloat16
-    operand, inverse = (math.BF16, math.BF16X2) if bf16 else (math.FP32, math.FP32)
+    operand = math.BF16 if bf16 else math.FP32
+    # With keys of norm 1 no entry of the inverse exceeds the largest beta, 2: fp16 holds it.
+    inverse = (math.FP16 if facts.use_qk_l2norm else math.BF16X2) if bf16 else math.FP32
+    anchored = anchored_rows(facts)
     cu_seqlens = problem.layout.cu_seqlens
     slots = T // C + N if facts.varlen else B * triton.cdiv(T, C)
 
@@ -41,10 +44,21 @@ def fwd(problem: Problem) -> Output:
         return Output(out.zero_(), final)
 
     work = torch.bfloat16 if bf16 else torch.float32
-    Kd, Qd, Ak = torch.empty(3, HV, B * T, K, dtype=work, device=q.device)
+    KW = -(-K // 8) * 8  # rows of whole 16-byte vectors, whatever K is
+    Kd, Qd, Ak = torch.empty(3, HV, B * T, KW, dtype=work, device=q.device)
     Aq = torch.empty(HV, B * T, C, dtype=work, device=q.device)
-    decay = torch.empty(slots, HV, K, dtype=torch.float32, device=q.device)
-    common = dict(C=C, VARLEN=facts.varlen, OPERAND=operand, INTERPRET=facts.triton_interpreter)
+    decay = torch.empty(slots, HV, KW, dtype=torch.float32, device=q.device)
+    sums = torch.empty(1 if bf16 else 2, HV, B * T, KW, dtype=torch.float32, device=q.device)
+    reach = max(abs(stride) for x in (q, k, v, g, beta, out) for stride in x.stride()) * max(C, K, V)
+    common = dict(
+        K=K,
+        KW=KW,
+        C=C,
+        VARLEN=facts.varlen,
+        OPERAND=operand,
+        WIDE=reach >= 2**31,
+        INTERPRET=facts.triton_interpreter,
+    )
     cu_stride = 0 if cu_seqlens is None else cu_seqlens.stride(0)
     on_device = torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
     with on_device:
@@ -62,8 +76,11 @@ def fwd(problem: Problem) -> Output:
                 Ak,
                 Aq,
                 decay,
+                sums[0],
+                sums[-1],
                 problem.scale,
                 0.0 if facts.lower_bound is None else facts.lower_bound,
+                -0.5 * anchored * (facts.lower_bound or 0.0),
                 *q.stride(),
                 *k.stride(),
                 *g.stride(),
@@ -74,8 +91,9 @@ def fwd(problem: Problem) -> Output:
                 B * T,
                 HV,
                 problem.group(),
-                K=K,
                 BK=config.block_k,
+                ANCHORED=anchored,
+                FIRST_LEVEL=max(anchored.bit_length() - 1, 0),
                 LEVELS=C.bit_length() - 1,
                 GATE=_GATES[facts.gate],
                 HAS_A_LOG=problem.A_log is not None,
@@ -84,7 +102,9 @@ def fwd(problem: Problem) -> Output:
                 SIGMOID=facts.use_beta_sigmoid,
                 BETA_FACTOR=2.0 if facts.allow_neg_eigval else 1.0,
                 INVERSE=inverse,
+                TWO_TERMS=not bf16,
                 num_warps=config.prepare_warps,
+                num_stages=config.prepare_stages,
                 **common,
             )
         BV = min(config.block_v, power_of_two(V))
@@ -108,7 +128,6 @@ def fwd(problem: Problem) -> Output:
             T,
             B * T,
             HV,
-            K=K,
             V=V,
             KP=power_of_two(K),
             BV=BV,

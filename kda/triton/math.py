@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kda.numerics import L2NORM_EPS, LOG2E, LOG_DECAY_FLOOR, MAX_EXP
 
-# Kinds of product. Operands of one bf16 term, of two, of one fp16 term, or fp32 by three TF32 products.
+# Kinds of product: operands of one bf16 term, of two, of one fp16 term, or fp32 by three TF32 products.
 BF16 = tl.constexpr(0)
 BF16X2 = tl.constexpr(1)
 FP16 = tl.constexpr(2)
@@ -19,9 +19,6 @@ _LOG2E = tl.constexpr(LOG2E)
 _EPS = tl.constexpr(L2NORM_EPS)
 _FLOOR = tl.constexpr(LOG_DECAY_FLOOR)
 _MAX_EXP = tl.constexpr(MAX_EXP)
-#: Log decays are summed as two fp16 terms after scaling: the floor stays below fp16's largest number, and what the
-#: second term cannot hold is below 2^-33 nats.
-_SUM_SCALE = tl.constexpr(512.0)
 
 
 @triton.jit
@@ -102,22 +99,29 @@ def inverse_norm(sum_of_squares):
 
 
 @triton.jit
-def halves(a):
-    """A tile of log decays as two fp16 terms whose sum is exact to fp32's own precision."""
-    scaled = a * _SUM_SCALE
-    high = scaled.to(tl.float16)
-    return high, (scaled - high.to(tl.float32)).to(tl.float16)
+def cumulative(a, TWO_TERMS: tl.constexpr):
+    """Cumulative sum of a chunk's log decays [C, channels] down the rows, as two terms to be added.
+
+    A difference of two such sums cancels: after a hard reset, what is left of fp32 is 2^-24 of the reset. With two terms
+    the first holds multiples of 2^-10 (at most 2^13, so every sum and difference is exact) and the second the rest.
+    """
+    if TWO_TERMS:
+        coarse = tl.floor(a * 1024.0 + 0.5) * (1.0 / 1024.0)
+        return tl.cumsum(coarse, axis=0), tl.cumsum(a - coarse, axis=0)
+    return tl.cumsum(a, axis=0), tl.zeros_like(a)
 
 
 @triton.jit
-def exp_of_sums(selection, high, low, INTERPRET: tl.constexpr):
-    """exp of the sums of log decays that each row of the 0/1 matrix `selection` selects; `halves` gave the terms.
+def since(anchor, F, R, sums, rest, d, KW: tl.constexpr, TWO_TERMS: tl.constexpr):
+    """F_i - F_c for row c = anchor[i] of the chunk: [C, channels], <= 0 where the anchor is earlier.
 
-    Sums on the tensor cores, without a difference of two sums anywhere: nothing cancels.
+    F and R are the chunk's two terms in registers; `sums` and `rest` hold them in memory, visible to the whole program.
     """
-    ones = tl.where(selection, 1.0, 0.0)
-    sums = dot(ones, high, FP16, INTERPRET) + dot(ones, low, FP16, INTERPRET)
-    return tl.exp2(sums * (_LOG2E / _SUM_SCALE))
+    at = anchor * KW + d[None, :]
+    difference = F - tl.load(sums + at, mask=(d < KW)[None, :], other=0.0)
+    if TWO_TERMS:
+        difference += R - tl.load(rest + at, mask=(d < KW)[None, :], other=0.0)
+    return difference
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """Stage 1, token-parallel: one program turns one chunk of one head into what the recurrence needs (see kda.ref.chunked).
 
 The lower triangle is built by doubling, as in the specification, with masks in place of slices: at level b every row of
-the tile belongs to the left or the right block of a pair. Row i's factor is exp(sum of log decays between it and the
-pair's boundary), one exponential for either role, and never above 1. Products of all pairs come out of one dot of the
-whole tile with itself; a select keeps the pairs.
+the tile belongs to the left or the right block of a pair of b-blocks, and with F the cumulative log decay and c the
+last row of the left block, exp(-|F_i - F_c|) is row i's factor in either role. It is never above 1 and depends on
+tokens up to the row it is used for. One dot of the whole tile with itself holds the products of all pairs; a select
+keeps them. F goes through the workspace, so that any row of it can be loaded as an anchor.
 """
 
 import triton
@@ -14,27 +15,19 @@ from kda.triton.math import (
     FP32,
     bounds,
     cast,
+    cumulative,
     dot,
     exp,
-    exp_of_sums,
-    halves,
     inverse_norm,
     log_decay,
     sequence_of,
     sigmoid,
+    since,
 )
 
 
 @triton.jit
-def _between(i, s, b: tl.constexpr):
-    """Whether token s lies between row i and the boundary of its pair of b-blocks: [boundary, i] or (i, boundary)."""
-    boundary = i // (2 * b) * (2 * b) + b
-    right = i >= boundary
-    return tl.where(right, (s >= boundary) & (s <= i), (s > i) & (s < boundary))
-
-
-@triton.jit
-def _paired(i, j, b: tl.constexpr):
+def _paired(i, j, b):
     """Whether row i is in the right and column j in the left block of one pair."""
     return (i // (2 * b) == j // (2 * b)) & (i // b % 2 == 1) & (j // b % 2 == 0)
 
@@ -48,13 +41,16 @@ def prepare_kernel(
     A_log,
     dt_bias,
     cu_seqlens,
-    Kd,  # [HV, B * T, K], the dot's dtype
-    Qd,  # [HV, B * T, K]
-    Ak,  # [HV, B * T, K]
+    Kd,  # [HV, B * T, KW], the dot's dtype; columns from K on are written as zeros
+    Qd,  # [HV, B * T, KW]
+    Ak,  # [HV, B * T, KW]
     Aq,  # [HV, B * T, C]
-    decay,  # [slots, HV, K] fp32
+    decay,  # [slots, HV, KW] fp32
+    sums,  # [HV, B * T, KW] fp32 scratch: cumulative log decay inside the chunk
+    rest,  # the same, second term; only if TWO_TERMS
     scale,
     lower_bound,
+    centre,
     q_b,
     q_t,
     q_h,
@@ -77,8 +73,11 @@ def prepare_kernel(
     HV,
     GROUP,
     K: tl.constexpr,
+    KW: tl.constexpr,  # row length of the workspace
     BK: tl.constexpr,
     C: tl.constexpr,
+    ANCHORED: tl.constexpr,  # rows per directly anchored block, or 0
+    FIRST_LEVEL: tl.constexpr,  # log2(ANCHORED), or 0
     LEVELS: tl.constexpr,  # log2(C)
     GATE: tl.constexpr,
     HAS_A_LOG: tl.constexpr,
@@ -89,6 +88,8 @@ def prepare_kernel(
     BETA_FACTOR: tl.constexpr,
     OPERAND: tl.constexpr,
     INVERSE: tl.constexpr,
+    TWO_TERMS: tl.constexpr,
+    WIDE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     slot = tl.program_id(0) // HV
@@ -107,21 +108,34 @@ def prepare_kernel(
     if start >= stop:
         return
 
-    rows = tl.arange(0, C).to(tl.int64)
-    live = start + rows < stop
+    # Base addresses are 64-bit; inside a tile 32 bits do unless a stride is huge, and save a third of the registers.
+    rows = tl.arange(0, C)
+    if WIDE:
+        rows = rows.to(tl.int64)
+    live = rows < stop - start
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     q += row * q_b + start * q_t + h * q_h
     k += row * k_b + start * k_t + h * k_h
     g += row * g_b + start * g_t + hv * g_h
+    beta += row * beta_b + start * beta_t + hv * beta_h
     token = hv * tokens + row * T + start  # row of the workspace
+    Kd += token * KW
+    Qd += token * KW
+    Ak += token * KW
+    sums += token * KW
+    rest += token * KW
+    Aq += token * C
+    decay += (slot.to(tl.int64) * HV + hv) * KW
+    if HAS_BIAS:
+        dt_bias += hv * K
 
-    b = tl.load(beta + row * beta_b + (start + rows) * beta_t + hv * beta_h, mask=live, other=0.0).to(tl.float32)
+    weight = tl.load(beta + rows * beta_t, mask=live, other=0.0).to(tl.float32)
     if SIGMOID:
-        b = sigmoid(b)
-    b = tl.where(live, BETA_FACTOR * b, 0.0)
+        weight = sigmoid(weight)
+    weight = tl.where(live, BETA_FACTOR * weight, 0.0)
 
-    q_scale = tl.zeros((C,), tl.float32) + scale
+    q_scale = tl.zeros((C,), tl.float32) + 1.0
     k_scale = tl.zeros((C,), tl.float32) + 1.0
     if L2NORM:
         q_square = tl.zeros((C,), tl.float32)
@@ -139,65 +153,88 @@ def prepare_kernel(
     # L[i, j] = sum_c k_ic k_jc exp(G_ic - G_jc) below the diagonal; M the same for q, with the diagonal.
     L = tl.zeros((C, C), tl.float32)
     M = tl.zeros((C, C), tl.float32)
+    diagonal = tl.zeros((C,), tl.float32)
+    last = tl.minimum(stop - start, C).to(tl.int32) - 1
     for first in range(0, K, BK):
         d = first + tl.arange(0, BK)
         inside = d < K
+        in_work = d < KW
         mask = live[:, None] & inside[None, :]
-        q_tile = tl.load(q + rows[:, None] * q_t + d[None, :] * q_d, mask=mask, other=0.0).to(tl.float32)
-        k_tile = tl.load(k + rows[:, None] * k_t + d[None, :] * k_d, mask=mask, other=0.0).to(tl.float32)
-        q_tile *= q_scale[:, None]
-        k_tile *= k_scale[:, None]
+        work_mask = live[:, None] & in_work[None, :]
+        q_tile = tl.load(q + rows[:, None] * q_t + d[None, :] * q_d, mask=mask, other=0.0)
+        k_tile = tl.load(k + rows[:, None] * k_t + d[None, :] * k_d, mask=mask, other=0.0)
         a = tl.load(g + rows[:, None] * g_t + d[None, :] * g_d, mask=mask, other=0.0).to(tl.float32)
         rate = 0.0
         bias = tl.zeros((BK,), tl.float32)
         if HAS_A_LOG:
             rate = tl.load(A_log + hv).to(tl.float32)
         if HAS_BIAS:
-            bias = tl.load(dt_bias + hv * K + d, mask=inside, other=0.0).to(tl.float32)
+            bias = tl.load(dt_bias + d, mask=inside, other=0.0).to(tl.float32)
         a = tl.where(mask, log_decay(a, rate, bias, lower_bound, GATE, HAS_A_LOG, HAS_BIAS), 0.0)
-        high, low = halves(a)
+        at = i * KW + d[None, :]
+        F, R = cumulative(a, TWO_TERMS)
+        tl.store(sums + at, F, mask=work_mask)
+        if TWO_TERMS:
+            tl.store(rest + at, R, mask=work_mask)
+        tl.debug_barrier()  # other threads load what this one stored
 
-        M += tl.where(i == j, tl.sum(q_tile * k_tile, axis=1)[:, None], 0.0)
-        for level in tl.static_range(LEVELS):
-            if level == 0:
-                e = tl.where(i % 2 == 1, exp(a), 1.0)
-            else:
-                e = exp_of_sums(_between(i, j, 1 << level), high, low, INTERPRET)
-            ke = k_tile * e
+        diagonal += tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), axis=1)
+        if ANCHORED > 0:
+            # The gate is bounded: a block of ANCHORED rows fits the exponent with one anchor, its first row, and a
+            # constant that centres the range. The doubling then starts from these blocks.
+            x = since(tl.minimum(i // ANCHORED * ANCHORED, last), F, R, sums, rest, d, KW, TWO_TERMS)
+            columns = tl.trans(k_tile.to(tl.float32) * exp(-x - centre))
+            e = exp(x + centre)
+            pairs = (i // ANCHORED == j // ANCHORED) & (i > j)
+            L += tl.where(pairs, dot(k_tile.to(tl.float32) * e, columns, OPERAND, INTERPRET), 0.0)
+            M += tl.where(pairs, dot(q_tile.to(tl.float32) * e, columns, OPERAND, INTERPRET), 0.0)
+        for level in range(FIRST_LEVEL, LEVELS):  # not unrolled: the masks of all levels would fill the registers
+            block = 1 << level
+            anchor = tl.minimum(i // (2 * block) * (2 * block) + block - 1, last)
+            e = exp(-tl.abs(since(anchor, F, R, sums, rest, d, KW, TWO_TERMS)))
+            ke = k_tile.to(tl.float32) * e
             columns = tl.trans(ke)
-            pairs = _paired(i, j, 1 << level)
+            pairs = _paired(i, j, block)
             L += tl.where(pairs, dot(ke, columns, OPERAND, INTERPRET), 0.0)
-            M += tl.where(pairs, dot(q_tile * e, columns, OPERAND, INTERPRET), 0.0)
+            M += tl.where(pairs, dot(q_tile.to(tl.float32) * e, columns, OPERAND, INTERPRET), 0.0)
 
-        e = exp_of_sums(j <= i, high, low, INTERPRET)
-        at = (token + rows)[:, None] * K + d[None, :]
-        tl.store(Kd + at, cast(k_tile * e, Kd.dtype.element_ty, INTERPRET), mask=mask)
-        tl.store(Qd + at, cast(q_tile * e, Qd.dtype.element_ty, INTERPRET), mask=mask)
-        e = exp_of_sums(j > i, high, low, INTERPRET)
-        tl.store(Ak + at, cast(k_tile * e, Ak.dtype.element_ty, INTERPRET), mask=mask)  # Kr, until A is known
-        tl.store(decay + (slot.to(tl.int64) * HV + hv) * K + d, exp(tl.sum(a, axis=0)), mask=inside)
+        k_unit = k_tile.to(tl.float32) * k_scale[:, None]
+        e = exp(-tl.abs(since(i * 0 + last, F, R, sums, rest, d, KW, TWO_TERMS)))
+        tl.store(Ak + at, cast(k_unit * e, Ak.dtype.element_ty, INTERPRET), mask=work_mask)  # Kr, until A is known
+        if TWO_TERMS:
+            F += R
+        e = exp(F)
+        tl.store(Kd + at, cast(k_unit * e, Kd.dtype.element_ty, INTERPRET), mask=work_mask)
+        q_unit = q_tile.to(tl.float32) * (q_scale * scale)[:, None]
+        tl.store(Qd + at, cast(q_unit * e, Qd.dtype.element_ty, INTERPRET), mask=work_mask)
+        total = tl.load(sums + last * KW + d, mask=in_work, other=0.0)
+        if TWO_TERMS:
+            total += tl.load(rest + last * KW + d, mask=in_work, other=0.0)
+        tl.store(decay + d, exp(total), mask=in_work)
+    L *= k_scale[:, None] * k_scale[None, :]
+    M = (M + tl.where(i == j, diagonal[:, None], 0.0)) * (q_scale[:, None] * k_scale[None, :])
 
     # A = (I + diag(beta) L)^-1 diag(beta), by the same doubling: T <- T - T X T.
-    X = L * b[:, None]
+    X = L * weight[:, None]
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(_paired(i, j, 1), X, 0.0)
-    for level in tl.static_range(1, LEVELS):
+    for level in range(1, LEVELS):
         below = tl.where(_paired(i, j, 1 << level), X, 0.0)
         inverse -= dot(inverse, dot(below, inverse, INVERSE, INTERPRET), INVERSE, INTERPRET)
-    A = inverse * b[None, :]
-    at = (token + rows)[:, None] * C + j
-    tl.store(Aq + at, cast(dot(M, A, INVERSE, INTERPRET), Aq.dtype.element_ty, INTERPRET), mask=live[:, None])
+    A = inverse * weight[None, :]
+    product = scale * dot(M, A, INVERSE, INTERPRET)
+    tl.store(Aq + i * C + j, cast(product, Aq.dtype.element_ty, INTERPRET), mask=live[:, None])
 
     tl.debug_barrier()  # Kr was stored by other threads than will load it
     A = tl.trans(A)
     for first in range(0, K, BK):
         d = first + tl.arange(0, BK)
-        mask = live[:, None] & (d < K)[None, :]
-        at = (token + rows)[:, None] * K + d[None, :]
-        Kr = tl.load(Ak + at, mask=mask, other=0.0).to(tl.float32)
+        work_mask = live[:, None] & (d < KW)[None, :]
+        at = i * KW + d[None, :]
+        Kr = tl.load(Ak + at, mask=work_mask, other=0.0).to(tl.float32)
         if OPERAND == BF16:  # Kr is one bf16 term already; A keeps two
             A_high = cast(A, tl.bfloat16, INTERPRET).to(tl.float32)
-            product = dot(A_high, Kr, BF16, INTERPRET) + dot(A - A_high, Kr, BF16, INTERPRET)
+            ak = dot(A_high, Kr, BF16, INTERPRET) + dot(A - A_high, Kr, BF16, INTERPRET)
         else:
-            product = dot(A, Kr, FP32, INTERPRET)
+            ak = dot(A, Kr, FP32, INTERPRET)
         tl.debug_barrier()
-        tl.store(Ak + at, cast(product, Ak.dtype.element_ty, INTERPRET), mask=mask)
+        tl.store(Ak + at, cast(ak, Ak.dtype.element_ty, INTERPRET), mask=work_mask)

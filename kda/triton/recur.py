@@ -11,11 +11,11 @@ from kda.triton.math import bounds, cast, dot
 
 @triton.jit
 def recur_kernel(
-    Kd,  # [HV, B * T, K], the dot's dtype
-    Qd,  # [HV, B * T, K]
-    Ak,  # [HV, B * T, K]
+    Kd,  # [HV, B * T, KW], the dot's dtype
+    Qd,  # [HV, B * T, KW]
+    Ak,  # [HV, B * T, KW]
     Aq,  # [HV, B * T, C]
-    decay,  # [slots, HV, K] fp32
+    decay,  # [slots, HV, KW] fp32
     v,
     out,
     initial,
@@ -44,6 +44,7 @@ def recur_kernel(
     HV,
     K: tl.constexpr,
     V: tl.constexpr,
+    KW: tl.constexpr,  # row length of the workspace
     KP: tl.constexpr,  # K rounded up to a power of two
     BV: tl.constexpr,
     C: tl.constexpr,
@@ -51,16 +52,21 @@ def recur_kernel(
     HAS_FINAL: tl.constexpr,
     VARLEN: tl.constexpr,
     OPERAND: tl.constexpr,
+    WIDE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     blocks: tl.constexpr = (V + BV - 1) // BV
     task = tl.program_id(0) // blocks
     n = task // HV
     hv = (task % HV).to(tl.int64)
-    rows = tl.arange(0, C).to(tl.int64)
+    rows = tl.arange(0, C)
+    if WIDE:
+        rows = rows.to(tl.int64)
+    i = tl.arange(0, C)[:, None]
     d = tl.arange(0, KP)
     w = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
     in_k = d < K
+    in_work = d < KW
     in_v = w < V
     if VARLEN:
         row = tl.zeros((), tl.int64)
@@ -72,40 +78,53 @@ def recur_kernel(
         stop = start + T
         slot = row * tl.cdiv(T, C)
 
-    v += row * v_b + hv * v_h + w[None, :] * v_d
-    out += row * o_b + hv * o_h + w[None, :] * o_d
-    token = hv * tokens + row * T  # row of the workspace
+    v += row * v_b + start * v_t + hv * v_h
+    out += row * o_b + start * o_t + hv * o_h
+    token = hv * tokens + row * T + start  # row of the workspace
+    Kd += token * KW
+    Qd += token * KW
+    Ak += token * KW
+    Aq += token * C
+    decay += (slot.to(tl.int64) * HV + hv) * KW
     in_state = in_k[:, None] & in_v[None, :]
     if HAS_INITIAL:
-        at = n.to(tl.int64) * i_n + hv * i_h + d[:, None].to(tl.int64) * i_k + w[None, :].to(tl.int64) * i_v
-        S = tl.load(initial + at, mask=in_state, other=0.0).to(tl.float32)
+        initial += n.to(tl.int64) * i_n + hv * i_h
+        S = tl.load(initial + d[:, None].to(tl.int64) * i_k + w[None, :].to(tl.int64) * i_v, mask=in_state, other=0.0).to(tl.float32)
     else:
         S = tl.zeros((KP, BV), tl.float32)
 
-    for begin in range(start, stop, C):
-        t = begin + rows
-        live = t < stop
-        mask = live[:, None] & in_k[None, :]
-        at = (token + t)[:, None] * K + d[None, :]
-        kd = tl.load(Kd + at, mask=mask, other=0.0)
-        qd = tl.load(Qd + at, mask=mask, other=0.0)
-        ak = tl.load(Ak + at, mask=mask, other=0.0)
-        aq = tl.load(Aq + (token + t)[:, None] * C + tl.arange(0, C)[None, :], mask=live[:, None], other=0.0)
-        e = tl.load(decay + (slot * HV + hv) * K + d, mask=in_k, other=0.0)
+    for left in range((stop - start).to(tl.int32), 0, -C):  # tokens still to come
+        live = rows < left
+        mask = live[:, None] & in_work[None, :]
+        kd = tl.load(Kd + i * KW + d[None, :], mask=mask, other=0.0)
+        qd = tl.load(Qd + i * KW + d[None, :], mask=mask, other=0.0)
+        ak = tl.load(Ak + i * KW + d[None, :], mask=mask, other=0.0)
+        aq = tl.load(Aq + i * C + tl.arange(0, C)[None, :], mask=live[:, None], other=0.0)
+        e = tl.load(decay + d, mask=in_work, other=0.0)
         mask = live[:, None] & in_v[None, :]
-        values = tl.load(v + t[:, None] * v_t, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(v + rows[:, None] * v_t + w[None, :] * v_d, mask=mask, other=0.0).to(tl.float32)
         R = values - dot(kd, S, OPERAND, INTERPRET)
         O = dot(qd, S, OPERAND, INTERPRET) + dot(aq, R, OPERAND, INTERPRET)
         S = S * e[:, None] + dot(tl.trans(ak), R, OPERAND, INTERPRET)
-        tl.store(out + t[:, None] * o_t, cast(O, out.dtype.element_ty, INTERPRET), mask=mask)
-        slot += 1
+        o_at = rows[:, None] * o_t + w[None, :] * o_d
+        tl.store(out + o_at, cast(O, out.dtype.element_ty, INTERPRET), mask=mask)
+        Kd += C * KW
+        Qd += C * KW
+        Ak += C * KW
+        Aq += C * C
+        decay += HV * KW
+        v += C * v_t
+        out += C * o_t
 
     if HAS_FINAL:
-        at = n.to(tl.int64) * f_n + hv * f_h + d[:, None].to(tl.int64) * f_k + w[None, :].to(tl.int64) * f_v
-        tl.store(final + at, cast(S, final.dtype.element_ty, INTERPRET), mask=in_state)
+        final += n.to(tl.int64) * f_n + hv * f_h
+        at_state = d[:, None].to(tl.int64) * f_k + w[None, :].to(tl.int64) * f_v
+        tl.store(final + at_state, cast(S, final.dtype.element_ty, INTERPRET), mask=in_state)
     if VARLEN:
         if n == N - 1:  # what follows the last sequence is padding
-            for begin in range(stop, tl.zeros((), tl.int64) + T, C):
-                t = begin + rows
+            out += (stop - start - tl.cdiv(stop - start, C) * C) * o_t  # back from the end of the last tile
+            for left in range((T - stop).to(tl.int32), 0, -C):
                 zero = tl.zeros((C, BV), tl.float32).to(out.dtype.element_ty)
-                tl.store(out + t[:, None] * o_t, zero, mask=(t < T)[:, None] & in_v[None, :])
+                o_at = rows[:, None] * o_t + w[None, :] * o_d
+                tl.store(out + o_at, zero, mask=(rows < left)[:, None] & in_v[None, :])
+                out += C * o_t
