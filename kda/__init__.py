@@ -3,7 +3,6 @@
 from kda.api import explain, fwd
 from kda.dispatch import Availability, Explanation, Unsupported, implementations
 from kda.problem import Output
-
-__version__ = "0.1.0"
+from kda.version import __version__
 
 __all__ = ["Availability", "Explanation", "Output", "Unsupported", "__version__", "explain", "fwd", "implementations"]

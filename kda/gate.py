@@ -39,7 +39,7 @@ def log_decay(
         # logaddexp keeps its relative accuracy for very negative gates, which decide how long a channel remembers.
         g = torch.logaddexp(g, torch.zeros((), dtype=g.dtype, device=g.device))
         return -g if rate is None else -rate * g
-    return lower_bound * torch.sigmoid(g if rate is None else rate * g)
+    return (lower_bound or 0.0) * torch.sigmoid(g if rate is None else rate * g)
 
 
 def problem_log_decay(problem: Problem, g: Tensor) -> Tensor:

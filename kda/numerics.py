@@ -45,6 +45,7 @@ class Rounding:
     state:    the state's accumulator, once per token.
     output:   `o` when it is stored.
     stored_state: `final_state` when it is stored.
+    chunk:    tokens folded into one update of the state; 1 for a recurrence.
     """
 
     operand: float
@@ -53,13 +54,14 @@ class Rounding:
     state: float
     output: float
     stored_state: float
+    chunk: int
 
     @classmethod
-    def uniform(cls, dtype: torch.dtype, output: torch.dtype, stored_state: torch.dtype) -> Rounding:
+    def uniform(cls, dtype: torch.dtype, output: torch.dtype, stored_state: torch.dtype, chunk: int) -> Rounding:
         """All arithmetic in `dtype`; results stored as `output` and `stored_state`."""
         u = unit_roundoff(dtype)
         # A handful of roundings in the activation and the sum of log decays; exp and log are good to 2 units.
-        return cls(u, u, 8 * u, u, unit_roundoff(output), unit_roundoff(stored_state))
+        return cls(u, u, 8 * u, u, unit_roundoff(output), unit_roundoff(stored_state), chunk)
 
 
 def exponent_margin(chunk: int, lower_bound: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ class Layout:
         if self.cu_seqlens is None:
             return [Span(row, 0, self.tokens) for row in range(self.batch)]
         offsets = [min(max(int(x), 0), self.tokens) for x in self.cu_seqlens.tolist()]
-        return [Span(0, a, max(a, b)) for a, b in zip(offsets, offsets[1:], strict=False)]
+        return [Span(0, a, max(a, b)) for a, b in pairwise(offsets)]
 
 
 @dataclass(frozen=True)

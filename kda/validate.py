@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from itertools import pairwise
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +115,7 @@ def _contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -
         offsets = cu_seqlens.tolist()
         if offsets[0] != 0:
             raise ValueError(f"cu_seqlens: expected to start with 0, got {offsets[0]}; prepend a 0")
-        for n, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for n, (start, stop) in enumerate(pairwise(offsets)):
             if stop < start:
                 raise ValueError(
                     f"cu_seqlens: expected not to decrease, got {start} then {stop} at index {n + 1}; "
@@ -204,7 +203,9 @@ def forward(
         _require_dtype(name, tensors[name], q.dtype, "q's; q, k and v have one dtype")
     for name, tensor in tensors.items():
         if tensor.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} (q's), got {tensor.device}; move it with .to(q.device)")
+            raise ValueError(
+                f"{name}: expected device {q.device} (q's), got {tensor.device}; move it with .to(q.device)"
+            )
 
     # Scalars and the gate.
     if scale is None:
@@ -250,9 +251,7 @@ def forward(
     elif initial_state is not None:
         state_dtype = initial_state.dtype
 
-    graded = (
-        tuple(name for name, tensor in tensors.items() if tensor.requires_grad) if torch.is_grad_enabled() else ()
-    )
+    graded = tuple(name for name, tensor in tensors.items() if tensor.requires_grad) if torch.is_grad_enabled() else ()
     inputs = {name: t for name, t in tensors.items() if name not in ("out", "final_state")}
     if out is not None:
         _require_shape("out", out, "[B, T, HV, V]", (B, T, HV, V))
@@ -323,9 +322,9 @@ def forward(
 def implementation_name(impl: object, names: tuple[str, ...]) -> str:
     """`impl` if it is "auto" or a known name; else TypeError or ValueError with the names there are."""
     if not isinstance(impl, str):
-        raise TypeError(f"impl: expected a name, got {type(impl).__name__}; one of 'auto', {', '.join(map(repr, names))}")
+        raise TypeError(
+            f"impl: expected a name, got {type(impl).__name__}; one of 'auto', {', '.join(map(repr, names))}"
+        )
     if impl != "auto" and impl not in names:
         raise ValueError(f"impl: expected one of 'auto', {', '.join(map(repr, names))}, got {impl!r}")
     return impl
-
-

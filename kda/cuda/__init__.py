@@ -44,7 +44,7 @@ def _reasons(facts: Facts) -> list[str]:
 
 
 def _rounding(facts: Facts) -> Rounding:
-    return Rounding.uniform(torch.bfloat16, output=facts.dtype, stored_state=facts.state_dtype)
+    return Rounding.uniform(torch.bfloat16, output=facts.dtype, stored_state=facts.state_dtype, chunk=ANCHORED)
 
 
 def _fwd(problem: Problem) -> Output:

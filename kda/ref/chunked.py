@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
     token: Tensor  # [X, CHUNK] row of the flattened [B * T] token axis; 0 where there is none
     valid: Tensor  # [X, CHUNK] whether there is one
     first: list[int]  # [N] the sequence's first chunk
-    count: list[int]  # [N] its number of chunks
+    chunks: list[int]  # [N] its number of chunks
 
 
 class Packets(NamedTuple):
@@ -65,18 +65,21 @@ class Packets(NamedTuple):
 def tile(problem: Problem) -> Tiles:
     """Cut every sequence into chunks from its own start; the last one is padded."""
     T = problem.facts.T
-    starts, lengths, first, count = [], [], [], []
+    starts: list[int] = []
+    lengths: list[int] = []
+    first: list[int] = []
+    chunks: list[int] = []
     for row, start, stop in problem.layout.spans():
         first.append(len(starts))
         for at in range(start, stop, CHUNK):
             starts.append(row * T + at)
             lengths.append(min(CHUNK, stop - at))
-        count.append(len(starts) - first[-1])
+        chunks.append(len(starts) - first[-1])
     device = problem.q.device
     offset = torch.arange(CHUNK, device=device)
     valid = offset < torch.tensor(lengths, dtype=torch.long, device=device)[:, None]
     token = torch.tensor(starts, dtype=torch.long, device=device)[:, None] + offset
-    return Tiles(torch.where(valid, token, 0), valid, first, count)
+    return Tiles(torch.where(valid, token, 0), valid, first, chunks)
 
 
 def gather(x: Tensor, tiles: Tiles, dtype: torch.dtype) -> Tensor:
@@ -117,7 +120,6 @@ def prepare(problem: Problem, tiles: Tiles, operand: Operand = exact, inverse: O
     T = torch.ones_like(M)
     b = 1
     while b < CHUNK:
-        left, right = forward, forward
         (forward_l, forward_r), (reverse_l, reverse_r) = pair(forward, b), pair(reverse, b)
         (_, q_r), (k_l, k_r) = pair(q, b), pair(k, b)
         into = forward_r.exp()
@@ -157,10 +159,10 @@ def blocks(diagonal: Tensor, below: Tensor) -> Tensor:
 def recur(packets: Packets, tiles: Tiles, state: Tensor, operand: Operand = exact) -> tuple[Tensor, Tensor]:
     """Walk the chunks. state: [N, HV, K, V]. Returns o [X, HV, CHUNK, V] and the final states."""
     o: list[Tensor | None] = [None] * packets.V.shape[0]
-    for step in range(max(tiles.count, default=0)):
-        active = [n for n, count in enumerate(tiles.count) if count > step]
+    for step in range(max(tiles.chunks, default=0)):
+        active = [n for n, chunks in enumerate(tiles.chunks) if chunks > step]
         chunks = [tiles.first[n] + step for n in active]
-        everyone = len(active) == len(tiles.count)
+        everyone = len(active) == len(tiles.chunks)
         Kd, Qd, Ak, Aq, decay, V = (x[chunks] for x in packets)
         S = state if everyone else state[active]
         rounded = operand(S)
@@ -193,7 +195,7 @@ def _reasons(facts: Facts) -> list[str]:
 
 def _rounding(facts: Facts) -> Rounding:
     dtype = torch.float64 if facts.dtype == torch.float64 else torch.float32
-    return Rounding.uniform(dtype, output=facts.dtype, stored_state=facts.state_dtype)
+    return Rounding.uniform(dtype, output=facts.dtype, stored_state=facts.state_dtype, chunk=CHUNK)
 
 
 IMPL = Implementation(

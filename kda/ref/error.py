@@ -1,9 +1,13 @@
-"""How far a correct implementation may be from the specification: rounding error, propagated by the recurrence itself.
+"""How far a correct implementation may be from the specification: rounding error, propagated by the recurrence.
 
-A rounding error of the state obeys the state's own recurrence. With A_t = (I - beta k k^T) diag(exp(a_t)) a covariance P
-(K x K) of the state's error follows P <- A_t P A_t^T + (variance of the roundings of this token), which gives one
+A rounding error of the state obeys the state's own recurrence. With A_t = (I - beta k k^T) diag(exp(a_t)) a covariance
+P (K x K) of the state's error follows P <- A_t P A_t^T + (variance of the roundings of this token), which gives one
 standard deviation for every token's output and every key channel of the state, from nothing but the unit roundoffs an
 implementation declares (`kda.numerics.Rounding`).
+
+An implementation that folds a chunk of tokens into one update multiplies each token's residual by a coefficient that
+already holds the updates after it. What is rounded there decays to the chunk's end but is not erased by those updates:
+within a chunk the new errors follow D <- diag(exp(a_t)) D diag(exp(a_t)) + ..., and join P where the chunk ends.
 
 Where inputs repeat, roundings repeat: the same key gives the same rounding error, token after token, and errors add up
 in amplitude, not in variance. So tokens whose key (or gate) occurs more than once in their sequence also feed a matrix
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, einsum
 
-from kda.numerics import Rounding
+from kda.numerics import Rounding, unit_roundoff
 from kda.problem import Output, Problem
 from kda.ref import recurrent
 
@@ -116,16 +120,21 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
     for step in recurrent.steps(problem, inputs):
         n, at = step.sequence, (step.row, step.token)
         if n != last:
-            P = torch.zeros(HV, K, K, dtype=torch.float64, device=device)
-            F = torch.zeros(HV, K, K + 1, dtype=torch.float64, device=device)
+            P, D = torch.zeros(2, HV, K, K, dtype=torch.float64, device=device)
+            F, E = torch.zeros(2, HV, K, K + 1, dtype=torch.float64, device=device)  # amplitudes: of P, of D
             last = n
+        if (step.token - spans[n].start) % rounding.chunk == 0:
+            P, D, F, E = P + D, 0 * D, F + E, 0 * E
+            base = (states[n] / column[n][:, None]).square().mean(-1)  # [HV, K] the state at the chunk's start
         unit = column[n]
         kt, qt, bt, decay = k[at], q[at], beta[at][:, None], log_decay[at].exp()
 
         # Mean squares over V: the state before and after the update, and all that meets in the residual.
         before = (step.decayed / unit[:, None]).square().mean(-1)  # [HV, K]
         after = (step.state / unit[:, None]).square().mean(-1)
-        met = (v[at] / unit).square().mean(-1, keepdim=True) + (kt.square() * before).sum(-1, keepdim=True)  # [HV, 1]
+        base = decay.square() * base
+        met = (v[at] / unit).square().mean(-1, keepdim=True)
+        met = met + (kt.square() * torch.maximum(before, base)).sum(-1, keepdim=True)  # [HV, 1]
         written = bt.square() * kt.square() * met  # [HV, K] what the update adds to the state
 
         # A key's element is rounded in three places (Kd, Kr, Ak); the residual in two, and in the inverse.
@@ -139,30 +148,34 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         w = einsum("hij,hj->hi", P, kt)
         u = bt * w - 0.5 * bt.square() * einsum("hi,hi->h", kt, w)[:, None] * kt
         P = P - kt[:, :, None] * u[:, None, :] - u[:, :, None] * kt[:, None, :]
-        P = P + common[..., None] * kt[:, :, None] * kt[:, None, :] + (element + faded + kept)[..., None] * eye
+        D = decay[:, :, None] * D * decay[:, None, :]
+        D = D + common[..., None] * kt[:, :, None] * kt[:, None, :] + (element + faded + kept)[..., None] * eye
 
         F = decay[:, :, None] * F
         F = F - (bt * kt)[:, :, None] * einsum("hi,hij->hj", kt, F)[:, None, :]
         again = repeated_k[at][:, None]
         own = again * (3 * rounding.operand**2 * written).sqrt() + repeated_a[at][:, None] * (3 * faded).sqrt()
         along = again * (3 * common).sqrt() * kt
-        F = F + torch.cat([own[..., None] * eye, along[..., None]], -1)
+        E = decay[:, :, None] * E + torch.cat([own[..., None] * eye, along[..., None]], -1)
 
         # The output reads the state through Qd and through Aq R, then is rounded itself.
-        read = (qt.square() * (before + after)).sum(-1)
+        read = (qt.square() * (torch.maximum(before, base) + after)).sum(-1)
         mixed = (einsum("hi,hi->h", qt, kt) * bt[:, 0]).square() * met[:, 0]
         var_o[at] = (
-            einsum("hi,hij,hj->h", qt, P, qt)
-            + einsum("hi,hij->hj", qt, F).square().sum(-1)
+            einsum("hi,hij,hj->h", qt, P + D, qt)
+            + einsum("hi,hij->hj", qt, F + E).square().sum(-1)
             + 2 * u2["operand"] * read
             + 4 * u2["operand"] * mixed
             + u2["output"] * (step.o / unit).square().mean(-1)
         )
         o[at] = step.o
         states[n] = step.state
-        var_state[n] = torch.diagonal(P, dim1=-2, dim2=-1) + F.square().sum(-1)
+        var_state[n] = torch.diagonal(P + D, dim1=-2, dim2=-1) + (F + E).square().sum(-1)
     stored = ONE * rounding.stored_state**2 * (states / column[:, :, None]).square().mean(-1)
-    return Expected(o, states.transpose(-1, -2), var_o.sqrt(), (var_state + stored).sqrt(), column, sequence)
+    # A decay below the smallest normal number is lost whole, however large what it multiplies.
+    flushed = torch.finfo(torch.float64 if rounding.state < unit_roundoff(torch.float32) else torch.float32).tiny
+    sigma_o, sigma_state = var_o.sqrt() + flushed, (var_state + stored).sqrt() + flushed
+    return Expected(o, states.transpose(-1, -2), sigma_o, sigma_state, column, sequence)
 
 
 def _underflow(dtype: torch.dtype, column: Tensor) -> Tensor:
@@ -172,7 +185,7 @@ def _underflow(dtype: torch.dtype, column: Tensor) -> Tensor:
 
 
 def _compare(actual: Tensor, expected: Tensor, sigma: Tensor) -> tuple[float, float, tuple[int, ...]]:
-    """Errors [..., V] in units of the column against sigma [...]: worst ratio, and where. Anything not finite is inf."""
+    """Errors [..., V] in units of the column against sigma [...]: worst ratio and where. Not finite is inf."""
     error = (actual - expected).square().mean(-1).sqrt()
     ratio = torch.where(error > 0, error / sigma, 0.0)
     ratio = torch.where(torch.isfinite(error), ratio, torch.inf)
@@ -216,4 +229,6 @@ def deviation(result: Output, expected: Expected) -> Deviation:
     sigma = expected.sigma_state + _underflow(state.dtype, expected.column)[..., None]
     actual = state.double().transpose(-1, -2)
     sigma_state, _, where_state = _compare(actual / unit, expected.final_state.transpose(-1, -2) / unit, sigma)
-    return Deviation(sigma_o, sigma_state, rms_o, _rms_ratio(state.double(), expected.final_state), where_o, where_state)
+    return Deviation(
+        sigma_o, sigma_state, rms_o, _rms_ratio(state.double(), expected.final_state), where_o, where_state
+    )

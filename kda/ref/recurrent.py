@@ -90,7 +90,7 @@ def _reasons(facts: Facts) -> list[str]:
 
 def _rounding(facts: Facts) -> Rounding:
     dtype = torch.float64 if facts.dtype == torch.float64 else torch.float32
-    return Rounding.uniform(dtype, output=facts.dtype, stored_state=facts.state_dtype)
+    return Rounding.uniform(dtype, output=facts.dtype, stored_state=facts.state_dtype, chunk=1)
 
 
 IMPL = Implementation(

@@ -29,8 +29,8 @@ class Case:
 
     lengths:  tokens of each sequence. With `packed` they lie in one row with cu_seqlens, followed by `padding` rows of
               NaN; otherwise all are equal and each is a batch row.
-    decay:    regime of the gate: usual (the benchmark's), slow (half-lives up to thousands of tokens), "bias x" (dt_bias
-              is x), "raw x" (every raw gate is x), mixed (one gate per channel, far apart), strong (the bound, or -8),
+    decay:    regime of the gate: usual (the benchmark's), slow (half-lives up to thousands of tokens), "bias x"
+              (dt_bias is x), "raw x" (every raw gate is x), mixed (one gate per channel, far apart), strong (the bound, or -8),
               none (no decay), saturated (raw gates of +-1e4, A_log of +-100), resets (slow with some tokens at -1e3,
               -1e6 or -inf, as far as the gate reaches). A given gate takes the log decay softplus(raw) instead.
     keys:     random; mild, close (a common key plus noise of 1, of 0.3); repeated (one key); alternating (two keys);
@@ -189,7 +189,9 @@ def _strided(tensors: dict[str, Tensor], how: str) -> dict[str, Tensor]:
         return tensors
     result = {}
     for name, x in tensors.items():
-        if how == "heads-first":
+        if x.numel() == 0:
+            result[name] = x
+        elif how == "heads-first":
             result[name] = x.transpose(1, 2).contiguous().transpose(1, 2)
         elif how == "every-second":
             wide = x.new_full((*x.shape, 2), torch.nan)
@@ -197,10 +199,10 @@ def _strided(tensors: dict[str, Tensor], how: str) -> dict[str, Tensor]:
             result[name] = wide[..., 0]
         else:  # rows of a wider projection
             B, T = x.shape[:2]
-            width = x[0, 0].numel() if x.numel() else 0
+            width = x[0, 0].numel()
             wide = x.new_full((B, T, width + 5), torch.nan)
             wide[..., 3 : 3 + width] = x.flatten(2)
-            result[name] = wide[..., 3 : 3 + width].unflatten(2, x.shape[2:]) if x.numel() else x
+            result[name] = wide[..., 3 : 3 + width].unflatten(2, x.shape[2:])
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import lru_cache
 
 import torch
@@ -49,18 +50,23 @@ def judge(case: Case, impl: str, device: str | None = None) -> Deviation:
 
 
 class Finding(AssertionError):
-    """An implementation left the tolerance. The message holds the case and how to repeat it."""
+    """An implementation left the tolerance or failed. The message holds the case and how to repeat it."""
+
+
+def reproducer(case: Case, impl: str, what: str) -> str:
+    """`what` went wrong, and the command that repeats it."""
+    return f"{what}\nrepeat with: python -m kda replay --impl {impl} {shlex.quote(repr(case))}"
 
 
 def check(case: Case, impl: str, device: str | None = None) -> Deviation:
     """`judge`, raising `Finding` with the reproducer when the result leaves the tolerance."""
     d = judge(case, impl, device)
     if not d.accepted:
-        raise Finding(
+        what = (
             f"{impl} is {d.sigma:.3g} standard deviations from the specification (accepted: {SIGMAS:g}): "
             f"o {d.sigma_o:.3g} at (row, token, head) {d.where_o}, "
             f"state {d.sigma_state:.3g} at (sequence, head, channel) {d.where_state}; "
-            f"RMS {d.rms_o:.2e} / {d.rms_state:.2e}\n"
-            f"repeat with: python -m kda replay --impl {impl} {str(case)!r}"
+            f"RMS {d.rms_o:.2e} / {d.rms_state:.2e}"
         )
+        raise Finding(reproducer(case, impl, what))
     return d

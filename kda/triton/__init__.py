@@ -12,6 +12,7 @@ import torch
 
 from kda.numerics import Rounding, unit_roundoff
 from kda.problem import Facts, Implementation, Output, Problem
+from kda.triton.config import tiles
 
 MAX_CHANNELS = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,12 +47,12 @@ def _rounding(facts: Facts) -> Rounding:
     fp32 = unit_roundoff(torch.float32)
     return Rounding(
         operand=unit_roundoff(torch.bfloat16) if bf16 else 8 * fp32,  # fp16 and fp32: 3xTF32
-        # One fp16 term where the keys are normalised, else two bf16 terms.
-        inverse=(2.0**-11 if facts.use_qk_l2norm else 2.0**-16) if bf16 else 8 * fp32,
+        inverse=unit_roundoff(torch.float16) if bf16 and facts.use_qk_l2norm else 8 * fp32,
         gate=2.0**-21,  # exp and log of the device, and sums of two fp16 terms
         state=fp32,
         output=unit_roundoff(facts.dtype),
         stored_state=unit_roundoff(facts.state_dtype),
+        chunk=tiles(facts.dtype, facts.K).chunk,
     )
 
 

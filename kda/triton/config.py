@@ -12,7 +12,7 @@ from kda.problem import Facts, GateKind
 
 @dataclass(frozen=True)
 class Tiles:
-    """chunk: tokens per chunk (divides 64); block_k, prepare_*: of the first kernel; block_v, recur_*: of the second."""
+    """chunk: tokens per chunk (divides 64); block_k, prepare_*: the first kernel's; block_v, recur_*: the second's."""
 
     chunk: int
     block_k: int
@@ -28,8 +28,8 @@ TABLE = {
     (True, 16): Tiles(CHUNK, 16, 4, 1, 64, 4, 2),
     (True, 32): Tiles(CHUNK, 32, 4, 1, 64, 4, 2),
     (True, 64): Tiles(CHUNK, 64, 4, 1, 64, 4, 2),
-    (True, 128): Tiles(CHUNK, 64, 4, 1, 64, 4, 3),
-    (True, 256): Tiles(CHUNK, 64, 4, 1, 32, 4, 1),
+    (True, 128): Tiles(CHUNK, 32, 4, 1, 64, 4, 3),
+    (True, 256): Tiles(CHUNK, 32, 4, 1, 64, 8, 1),
     (False, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
     (False, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
     (False, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
@@ -54,7 +54,7 @@ ANCHORED_MARGIN = 120.0
 
 
 def anchored_rows(facts: Facts) -> int:
-    """Rows per diagonal block that is anchored once instead of by doubling; 0 where the gate could leave the exponent."""
+    """Rows per diagonal block anchored once instead of by doubling; 0 where the gate could leave the exponent."""
     if facts.gate is not GateKind.BOUNDED or facts.dtype != torch.bfloat16:  # fp32 would lose digits to the centre
         return 0
     return ANCHORED_ROWS if exponent_margin(ANCHORED_ROWS, facts.lower_bound or 0.0) >= ANCHORED_MARGIN else 0

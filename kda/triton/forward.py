@@ -31,7 +31,7 @@ def fwd(problem: Problem) -> Output:
     bf16 = facts.dtype == torch.bfloat16
     operand = math.BF16 if bf16 else math.FP32
     # With keys of norm 1 no entry of the inverse exceeds the largest beta, 2: fp16 holds it.
-    inverse = (math.FP16 if facts.use_qk_l2norm else math.BF16X2) if bf16 else math.FP32
+    inverse = math.FP16 if bf16 and facts.use_qk_l2norm else math.FP32
     anchored = anchored_rows(facts)
     cu_seqlens = problem.layout.cu_seqlens
     slots = T // C + N if facts.varlen else B * triton.cdiv(T, C)
@@ -107,8 +107,7 @@ def fwd(problem: Problem) -> Output:
                 num_stages=config.prepare_stages,
                 **common,
             )
-        BV = min(config.block_v, power_of_two(V))
-        recur_kernel[(N * HV * triton.cdiv(V, BV),)](
+        recur_kernel[(N * HV * triton.cdiv(V, config.block_v),)](
             Kd,
             Qd,
             Ak,
@@ -130,7 +129,7 @@ def fwd(problem: Problem) -> Output:
             HV,
             V=V,
             KP=power_of_two(K),
-            BV=BV,
+            BV=config.block_v,
             HAS_INITIAL=problem.initial_state is not None,
             HAS_FINAL=final is not None,
             num_warps=config.recur_warps,

@@ -5,11 +5,10 @@ import triton.language as tl
 
 from kda.numerics import L2NORM_EPS, LOG2E, LOG_DECAY_FLOOR, MAX_EXP
 
-# Kinds of product: operands of one bf16 term, of two, of one fp16 term, or fp32 by three TF32 products.
+# Kinds of product: operands in bf16, in fp16, or fp32 by three TF32 products.
 BF16 = tl.constexpr(0)
-BF16X2 = tl.constexpr(1)
-FP16 = tl.constexpr(2)
-FP32 = tl.constexpr(3)
+FP16 = tl.constexpr(1)
+FP32 = tl.constexpr(2)
 
 BOUNDED = tl.constexpr(0)
 SOFTPLUS = tl.constexpr(1)
@@ -19,6 +18,12 @@ _LOG2E = tl.constexpr(LOG2E)
 _EPS = tl.constexpr(L2NORM_EPS)
 _FLOOR = tl.constexpr(LOG_DECAY_FLOOR)
 _MAX_EXP = tl.constexpr(MAX_EXP)
+
+
+@triton.jit
+def indices(n: tl.constexpr, WIDE: tl.constexpr):
+    """0..n-1 for offsets inside a tile. 32 bits do unless a stride is huge, and save a third of the registers."""
+    return tl.arange(0, n).to(tl.int64) if WIDE else tl.arange(0, n)
 
 
 @triton.jit
@@ -46,11 +51,6 @@ def dot(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr):
         return _dot(a, b, tl.bfloat16, INTERPRET)
     elif KIND == FP16:
         return _dot(a, b, tl.float16, INTERPRET)
-    elif KIND == BF16X2:
-        a_high = cast(a, tl.bfloat16, INTERPRET).to(tl.float32)
-        b_high = cast(b, tl.bfloat16, INTERPRET).to(tl.float32)
-        small = _dot(a_high, b - b_high, tl.bfloat16, INTERPRET) + _dot(a - a_high, b_high, tl.bfloat16, INTERPRET)
-        return small + _dot(a_high, b_high, tl.bfloat16, INTERPRET)
     else:
         return tl.dot(a, b, input_precision="ieee" if INTERPRET else "tf32x3")
 
@@ -102,8 +102,8 @@ def inverse_norm(sum_of_squares):
 def cumulative(a, TWO_TERMS: tl.constexpr):
     """Cumulative sum of a chunk's log decays [C, channels] down the rows, as two terms to be added.
 
-    A difference of two such sums cancels: after a hard reset, what is left of fp32 is 2^-24 of the reset. With two terms
-    the first holds multiples of 2^-10 (at most 2^13, so every sum and difference is exact) and the second the rest.
+    A difference of two such sums cancels: after a hard reset, what is left of fp32 is 2^-24 of the reset. With two
+    terms the first holds multiples of 2^-10 (at most 2^13, so every sum and difference is exact) and the second the rest.
     """
     if TWO_TERMS:
         coarse = tl.floor(a * 1024.0 + 0.5) * (1.0 / 1024.0)

@@ -1,4 +1,4 @@
-"""Stage 1, token-parallel: one program turns one chunk of one head into what the recurrence needs (see kda.ref.chunked).
+"""Stage 1, token-parallel: one program turns a chunk of one head into what the recurrence needs (see kda.ref.chunked).
 
 The lower triangle is built by doubling, as in the specification, with masks in place of slices: at level b every row of
 the tile belongs to the left or the right block of a pair of b-blocks, and with F the cumulative log decay and c the
@@ -18,6 +18,7 @@ from kda.triton.math import (
     cumulative,
     dot,
     exp,
+    indices,
     inverse_norm,
     log_decay,
     sequence_of,
@@ -108,10 +109,7 @@ def prepare_kernel(
     if start >= stop:
         return
 
-    # Base addresses are 64-bit; inside a tile 32 bits do unless a stride is huge, and save a third of the registers.
-    rows = tl.arange(0, C)
-    if WIDE:
-        rows = rows.to(tl.int64)
+    rows = indices(C, WIDE)
     live = rows < stop - start
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
@@ -141,7 +139,7 @@ def prepare_kernel(
         q_square = tl.zeros((C,), tl.float32)
         k_square = tl.zeros((C,), tl.float32)
         for first in range(0, K, BK):
-            d = first + tl.arange(0, BK)
+            d = first + indices(BK, WIDE)
             mask = live[:, None] & (d < K)[None, :]
             q_tile = tl.load(q + rows[:, None] * q_t + d[None, :] * q_d, mask=mask, other=0.0).to(tl.float32)
             k_tile = tl.load(k + rows[:, None] * k_t + d[None, :] * k_d, mask=mask, other=0.0).to(tl.float32)
@@ -156,7 +154,7 @@ def prepare_kernel(
     diagonal = tl.zeros((C,), tl.float32)
     last = tl.minimum(stop - start, C).to(tl.int32) - 1
     for first in range(0, K, BK):
-        d = first + tl.arange(0, BK)
+        d = first + indices(BK, WIDE)
         inside = d < K
         in_work = d < KW
         mask = live[:, None] & inside[None, :]
@@ -227,7 +225,7 @@ def prepare_kernel(
     tl.debug_barrier()  # Kr was stored by other threads than will load it
     A = tl.trans(A)
     for first in range(0, K, BK):
-        d = first + tl.arange(0, BK)
+        d = first + indices(BK, WIDE)
         work_mask = live[:, None] & (d < KW)[None, :]
         at = i * KW + d[None, :]
         Kr = tl.load(Ak + at, mask=work_mask, other=0.0).to(tl.float32)

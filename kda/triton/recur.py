@@ -6,7 +6,7 @@ Two dependent products a chunk: R = V - Kd S, then S' = diag(decay) S + Ak^T R; 
 import triton
 import triton.language as tl
 
-from kda.triton.math import bounds, cast, dot
+from kda.triton.math import bounds, cast, dot, indices
 
 
 @triton.jit
@@ -59,12 +59,10 @@ def recur_kernel(
     task = tl.program_id(0) // blocks
     n = task // HV
     hv = (task % HV).to(tl.int64)
-    rows = tl.arange(0, C)
-    if WIDE:
-        rows = rows.to(tl.int64)
+    rows = indices(C, WIDE)
     i = tl.arange(0, C)[:, None]
     d = tl.arange(0, KP)
-    w = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    w = (tl.program_id(0) % blocks) * BV + indices(BV, WIDE)
     in_k = d < K
     in_work = d < KW
     in_v = w < V
@@ -86,10 +84,13 @@ def recur_kernel(
     Ak += token * KW
     Aq += token * C
     decay += (slot.to(tl.int64) * HV + hv) * KW
+    step = tl.zeros((), tl.int64) + C
     in_state = in_k[:, None] & in_v[None, :]
     if HAS_INITIAL:
         initial += n.to(tl.int64) * i_n + hv * i_h
-        S = tl.load(initial + d[:, None].to(tl.int64) * i_k + w[None, :].to(tl.int64) * i_v, mask=in_state, other=0.0).to(tl.float32)
+        S = tl.load(
+            initial + d[:, None].to(tl.int64) * i_k + w[None, :].to(tl.int64) * i_v, mask=in_state, other=0.0
+        ).to(tl.float32)
     else:
         S = tl.zeros((KP, BV), tl.float32)
 
@@ -113,8 +114,8 @@ def recur_kernel(
         Ak += C * KW
         Aq += C * C
         decay += HV * KW
-        v += C * v_t
-        out += C * o_t
+        v += step * v_t
+        out += step * o_t
 
     if HAS_FINAL:
         final += n.to(tl.int64) * f_n + hv * f_h
@@ -127,4 +128,4 @@ def recur_kernel(
                 zero = tl.zeros((C, BV), tl.float32).to(out.dtype.element_ty)
                 o_at = rows[:, None] * o_t + w[None, :] * o_d
                 tl.store(out + o_at, zero, mask=(rows < left)[:, None] & in_v[None, :])
-                out += C * o_t
+                out += step * o_t

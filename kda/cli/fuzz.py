@@ -1,0 +1,124 @@
+"""`python -m kda fuzz`: draw cases at random, judge each against the specification, stop at the first finding."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kda import dispatch
+from kda.testing.cases import DTYPES, Case
+from kda.testing.judge import Finding, check, device_of, reasons, reproducer
+from kda.testing.strategies import CHANNELS, cases
+
+#: Examples of one hypothesis run; a new seed follows until the time is up, so that no draw database grows.
+ROUND = 200
+
+
+class _TimeUp(BaseException):
+    """Ends a hypothesis run from inside; no Exception, so that it is not taken for a finding."""
+
+
+class _Poisoned(BaseException):
+    """A CUDA error: nothing more can run in this process, so the case is reported as drawn, not shrunk."""
+
+
+Judged = tuple[float, Case]
+
+
+def _sigma(judged: Judged) -> float:
+    return judged[0]
+
+
+def _strategy(impl: str, device: str) -> st.SearchStrategy[Case]:
+    dtypes = tuple(name for name in DTYPES if name != "float64" or impl in ("recurrent", "chunked"))
+    if impl == "triton" and device == "cuda":
+        return cases(dtypes, max_tokens=600, channels=(*CHANNELS, 100, 128, 200, 256))
+    if impl == "triton":  # interpreted
+        return cases(dtypes, max_tokens=130, channels=(1, 8, 16, 17, 33))
+    return cases(dtypes)
+
+
+def targets(impl: str | None) -> list[str]:
+    """The implementations to attack: the one asked for, else every one that runs a small case here."""
+    names = [impl] if impl else list(dispatch.TABLE)
+    return [name for name in names if not reasons(Case(lengths=(3,)), name)]
+
+
+def _round(impl: str, start: int, deadline: float, judged: list[Judged], progress: Progress) -> None:
+    """One hypothesis run. Raises Finding with the smallest case it shrank to."""
+    task = progress.task_ids[0]
+    strategy = _strategy(impl, progress.tasks[0].fields["device"])
+
+    @seed(start)
+    @settings(
+        max_examples=ROUND,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.target, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(strategy)
+    def attack(case: Case) -> None:
+        if time.monotonic() > deadline and not found:
+            raise _TimeUp
+        try:
+            judged.append((check(case, impl).sigma, case))
+        except torch.AcceleratorError as error:
+            raise _Poisoned(reproducer(case, impl, f"{impl} failed on the device: {error}")) from error
+        except Finding:
+            found.append(case)
+            raise
+        except Exception as error:
+            found.append(case)
+            raise Finding(reproducer(case, impl, f"{impl} raised {type(error).__name__}: {error}")) from error
+        left = max(deadline - time.monotonic(), 0)
+        progress.update(
+            task,
+            completed=(progress.tasks[0].total or 0) - left,
+            description=f"{impl}: {len(judged)} cases, worst {max(judged, key=_sigma)[0]:.2f} sigma",
+        )
+
+    found: list[Case] = []
+    attack()
+
+
+def run(console: Console, seconds: float, impl: str | None, start: int | None) -> int:
+    """Fuzz for `seconds`, shared among the implementations. Returns 1 on a finding, 2 if nothing can run."""
+    names = targets(impl)
+    if not names:
+        why = " ".join(reasons(Case(lengths=(3,)), impl)) if impl else "nothing runs here"
+        console.print(f"[red]cannot fuzz {impl or ''}: {why}")
+        return 2
+    start = secrets.randbelow(2**31) if start is None else start
+    console.print(f"seed {start}")
+    for name in names:
+        judged: list[Judged] = []
+        share = seconds / len(names)
+        deadline = time.monotonic() + share
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as progress:
+            progress.add_task(name, total=share, device=device_of(name))
+            offset = 0
+            try:
+                while time.monotonic() < deadline:
+                    _round(name, start + offset, deadline, judged, progress)
+                    offset += 1
+            except _TimeUp:
+                pass
+            except (Finding, _Poisoned) as finding:
+                progress.stop()
+                console.print(f"[red]finding after {len(judged)} cases")
+                console.print(str(finding), markup=False, highlight=False, soft_wrap=True)
+                return 1
+        console.print(f"{name}: {len(judged)} cases, no finding")
+        if judged:
+            sigma, case = max(judged, key=_sigma)
+            console.print(f"worst {sigma:.2f} sigma: {case!r}", markup=False, highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,35 @@
+"""`python -m kda replay 'Case(...)'`: one case again, judged."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from kda import dispatch
+from kda.ref.error import SIGMAS
+from kda.testing.cases import Case
+from kda.testing.judge import judge, reasons
+
+
+def run(console: Console, text: str, impl: str | None) -> int:
+    """Judge the case on one implementation, or on every one that accepts it. Returns 1 if any leaves the tolerance."""
+    try:
+        case = Case.parse(text)
+    except ValueError as error:
+        console.print(f"[red]{error}", highlight=False)
+        return 2
+    table = Table("implementation", "sigma o", "sigma state", "RMS o", "RMS state", "worst o at", "worst state at")
+    status = 2
+    for name in [impl] if impl else list(dispatch.TABLE):
+        why = reasons(case, name)
+        if why:
+            console.print(f"{name} cannot run it: {' '.join(why)}")
+            continue
+        d = judge(case, name)
+        status = max(0 if status == 2 else status, 0 if d.accepted else 1)
+        numbers = (f"{d.sigma_o:.3g}", f"{d.sigma_state:.3g}", f"{d.rms_o:.2e}", f"{d.rms_state:.2e}")
+        table.add_row(name, *numbers, str(d.where_o), str(d.where_state), style=None if d.accepted else "red")
+    console.print(repr(case), highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"accepted: within {SIGMAS:g} standard deviations")
+    return status

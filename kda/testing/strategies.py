@@ -1,0 +1,76 @@
+"""Hypothesis strategies: structure is drawn, noise comes from one seed. Edges that draws never reach are named."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kda.testing.cases import BETAS, DECAYS, GATES, KEYS, STRIDES, Case
+
+#: Lengths at which tiles, blocks and chunks begin and end.
+EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
+
+#: Channel counts: powers of two, their neighbours, and what a vectorised load does not divide.
+CHANNELS = (1, 2, 7, 8, 12, 16, 17, 31, 32, 33, 48, 64)
+
+
+def lengths(max_tokens: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Ragged layouts: edges mixed with anything, empties anywhere, also all of them; at most `max_tokens` in all."""
+    one = st.one_of(st.sampled_from(EDGES), st.integers(0, 200))
+    ragged = st.lists(one, min_size=0, max_size=9).map(tuple)
+
+    def fit(drawn: tuple[int, ...]) -> tuple[int, ...]:
+        kept, total = [], 0
+        for length in drawn:
+            if total + length <= max_tokens:
+                kept.append(length)
+                total += length
+        return tuple(kept)
+
+    return ragged.map(fit)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
+    max_tokens: int = 200,
+    channels: tuple[int, ...] = CHANNELS,
+) -> Case:
+    """A call that every general implementation accepts."""
+    packed = draw(st.booleans())
+    if packed:
+        drawn, padding = draw(lengths(max_tokens)), draw(st.sampled_from((0, 0, 1, 40)))
+    else:
+        batch = draw(st.integers(0, 3))
+        drawn, padding = (draw(st.sampled_from([e for e in EDGES if e * max(batch, 1) <= max_tokens])),) * batch, 0
+    dtype = draw(st.sampled_from(dtypes))
+    sigmoid = draw(st.booleans())
+    l2norm = draw(st.booleans())
+    fp16 = dtype == "float16"
+    return Case(
+        lengths=drawn,
+        packed=packed,
+        padding=padding,
+        H=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 2)),
+        K=draw(st.sampled_from(channels)),
+        V=draw(st.sampled_from(channels)),
+        dtype=dtype,
+        state_dtype=draw(st.sampled_from(("float32", "bfloat16"))),
+        index_dtype=draw(st.sampled_from(("int32", "int64"))),
+        gate=draw(st.sampled_from(GATES)),
+        lower_bound=draw(st.sampled_from((-5.0, -1.0, -5.5, -6.0, 0.0, -0.01, -20.0, -100.0))),
+        A_log=draw(st.booleans()),
+        dt_bias=draw(st.booleans()),
+        decay=draw(st.sampled_from(DECAYS)),
+        keys=draw(st.sampled_from(KEYS)),
+        beta=draw(st.sampled_from(BETAS)),
+        strides=draw(st.sampled_from(STRIDES)),
+        exponent=draw(st.sampled_from((0, 0, 3, -8) if fp16 else (0, 0, 20, -20, 40, -40))),
+        norm=draw(st.sampled_from((1.0, 1e-2, 30.0) if fp16 else (1.0, 1e-2, 1e4))) if l2norm else 1.0,
+        initial_state=draw(st.booleans()),
+        use_qk_l2norm=l2norm,
+        use_beta_sigmoid=sigmoid,
+        allow_neg_eigval=sigmoid and draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
