@@ -79,11 +79,11 @@ class Deviation:
 
 
 def _repeats(x: Tensor) -> Tensor:
-    """x: [T, HV, K] -> [T, HV], whether the row stands at another token of this sequence too."""
-    result = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    """x: [T, H, K] -> [T, H], 1 where the row stands at another token of this sequence too, else 0."""
+    result = torch.zeros(x.shape[:2], dtype=torch.float64, device=x.device)
     for head in range(x.shape[1]):
         _, inverse, counts = torch.unique(x[:, head], dim=0, return_inverse=True, return_counts=True)
-        result[:, head] = counts[inverse] > 1
+        result[:, head] = (counts[inverse] > 1).double()
     return result
 
 
@@ -92,9 +92,8 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
     facts = problem.facts
     if facts.dtype != torch.float64:
         raise TypeError(f"expect: the oracle runs in fp64, got a problem in {facts.dtype}")
-    inputs = recurrent.prepare(problem)
-    q, k, v, log_decay, beta, initial = inputs
-    HV, K, V, device = facts.HV, facts.K, facts.V, q.device
+    initial = recurrent.initial_state(problem)
+    HV, K, V, device = facts.HV, facts.K, facts.V, initial.device
 
     spans = problem.layout.spans()
     sequence = torch.full((facts.B, facts.T), -1, device=device)
@@ -105,9 +104,9 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         sequence[row, start:stop] = n
         column[n] = initial[n].abs().amax(-2)
         if stop > start:
-            column[n] = torch.maximum(column[n], v[row, start:stop].abs().amax(0))
-            repeated_k[row, start:stop] = _repeats(k[row, start:stop]).double()
-            repeated_a[row, start:stop] = _repeats(log_decay[row, start:stop]).double()
+            column[n] = torch.maximum(column[n], problem.v[row, start:stop].abs().amax(0))
+            repeated_k[row, start:stop] = _repeats(problem.k[row, start:stop]).repeat_interleave(problem.group(), 1)
+            repeated_a[row, start:stop] = _repeats(problem.g[row, start:stop])
     column = torch.where(column > 0, column, 1.0)
 
     u2 = {name: ONE * getattr(rounding, name) ** 2 for name in ("operand", "inverse", "gate", "state", "output")}
@@ -117,7 +116,7 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
     var_state = torch.zeros(facts.N, HV, K, dtype=torch.float64, device=device)
     eye = torch.eye(K, dtype=torch.float64, device=device)
     last = -1
-    for step in recurrent.steps(problem, inputs):
+    for step in recurrent.steps(problem):
         n, at = step.sequence, (step.row, step.token)
         if n != last:
             P, D = torch.zeros(2, HV, K, K, dtype=torch.float64, device=device)
@@ -127,20 +126,20 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
             P, D, F, E = P + D, 0 * D, F + E, 0 * E
             base = (states[n] / column[n][:, None]).square().mean(-1)  # [HV, K] the state at the chunk's start
         unit = column[n]
-        kt, qt, bt, decay = k[at], q[at], beta[at][:, None], log_decay[at].exp()
+        kt, qt, bt, decay = step.k, step.q, step.beta[:, None], step.log_decay.exp()
 
         # Mean squares over V: the state before and after the update, and all that meets in the residual.
         before = (step.decayed / unit[:, None]).square().mean(-1)  # [HV, K]
         after = (step.state / unit[:, None]).square().mean(-1)
         base = decay.square() * base
-        met = (v[at] / unit).square().mean(-1, keepdim=True)
+        met = (step.v / unit).square().mean(-1, keepdim=True)
         met = met + (kt.square() * torch.maximum(before, base)).sum(-1, keepdim=True)  # [HV, 1]
         written = bt.square() * kt.square() * met  # [HV, K] what the update adds to the state
 
         # A key's element is rounded in three places (Kd, Kr, Ak); the residual in two, and in the inverse.
         element = 3 * u2["operand"] * written
         common = (2 * u2["operand"] + 3 * u2["inverse"]) * bt.square() * met  # [HV, 1], along k
-        finite = torch.nan_to_num(log_decay[at], neginf=0.0)  # exp(-inf) is exact
+        finite = torch.nan_to_num(step.log_decay, neginf=0.0)  # exp(-inf) is exact
         faded = u2["gate"] * (1 + finite.square()) * before
         kept = u2["state"] * (after + written)
 

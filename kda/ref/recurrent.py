@@ -13,26 +13,19 @@ from kda.numerics import L2NORM_EPS, Rounding
 from kda.problem import Facts, Implementation, Output, Problem
 
 
-class Inputs(NamedTuple):
-    """A problem's inputs as the recurrence takes them, all per value head, in the dtype to compute in."""
-
-    q: Tensor  # [B, T, HV, K] normalised and scaled
-    k: Tensor  # [B, T, HV, K] normalised
-    v: Tensor  # [B, T, HV, V]
-    log_decay: Tensor  # [B, T, HV, K]
-    beta: Tensor  # [B, T, HV]
-    state: Tensor  # [N, HV, K, V] initial
-
-
 class Step(NamedTuple):
-    """One token of one sequence, after its update. `decayed` and `state` are [HV, K, V], the state before and after."""
+    """One token of one sequence, after its update, per value head."""
 
     sequence: int
     row: int
     token: int
-    decayed: Tensor
-    residual: Tensor  # [HV, V] v_t - k_t^T decayed
-    state: Tensor
+    q: Tensor  # [HV, K] normalised and scaled
+    k: Tensor  # [HV, K] normalised
+    v: Tensor  # [HV, V]
+    log_decay: Tensor  # [HV, K]
+    beta: Tensor  # [HV]
+    decayed: Tensor  # [HV, K, V] the state before the update
+    state: Tensor  # [HV, K, V] and after
     o: Tensor  # [HV, V]
 
 
@@ -41,46 +34,51 @@ def l2norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
 
 
-def prepare(problem: Problem) -> Inputs:
-    """Activate and normalise: everything that concerns one token alone."""
+def initial_state(problem: Problem) -> Tensor:
+    """[N, HV, K, V] in the dtype to compute in, K first."""
     facts, dtype = problem.facts, problem.compute_dtype
-    q, k = problem.q.to(dtype), problem.k.to(dtype)
-    if facts.use_qk_l2norm:
-        q, k = l2norm(q), l2norm(k)
-    q, k = (x.repeat_interleave(problem.group(), dim=2) for x in (q * problem.scale, k))
     if problem.initial_state is None:
-        state = torch.zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype, device=q.device)
-    else:
-        state = problem.initial_state.to(dtype).transpose(-1, -2)
-    log_decay = problem_log_decay(problem, problem.g.to(dtype))
-    return Inputs(q, k, problem.v.to(dtype), log_decay, activate_beta(problem.beta.to(dtype), facts), state)
+        return torch.zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype, device=problem.q.device)
+    return problem.initial_state.to(dtype).transpose(-1, -2)
 
 
-def steps(problem: Problem, inputs: Inputs) -> Iterator[Step]:
-    """The recurrence itself, token by token, sequence after sequence."""
-    q, k, v, log_decay, beta, initial = inputs
+def steps(problem: Problem) -> Iterator[Step]:
+    """The recurrence itself, sequence after sequence and token by token.
+
+    Each token is activated and normalised by itself: what a vectorised function returns for an element may depend, in
+    the last bit, on how many others are computed with it, and a token's output must not depend on later tokens.
+    """
+    facts, dtype, group = problem.facts, problem.compute_dtype, problem.group()
+    q, k, v, g, beta = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.g, problem.beta))
+    initial = initial_state(problem)
     for n, (row, start, stop) in enumerate(problem.layout.spans()):
         S = initial[n]
         for t in range(start, stop):
-            qt, kt, vt = q[row, t], k[row, t], v[row, t]  # [HV, K], [HV, K], [HV, V]
-            decayed = log_decay[row, t].exp()[..., None] * S
+            qt, kt, vt = q[row, t], k[row, t], v[row, t]  # [H, K], [H, K], [HV, V]
+            if facts.use_qk_l2norm:
+                qt, kt = l2norm(qt), l2norm(kt)
+            qt, kt = (problem.scale * qt).repeat_interleave(group, 0), kt.repeat_interleave(group, 0)
+            at, bt = problem_log_decay(problem, g[row, t]), activate_beta(beta[row, t], facts)
+
+            decayed = at.exp()[..., None] * S
             residual = vt - einsum("hk,hkv->hv", kt, decayed)
-            S = decayed + einsum("h,hk,hv->hkv", beta[row, t], kt, residual)
-            yield Step(n, row, t, decayed, residual, S, einsum("hk,hkv->hv", qt, S))
+            S = decayed + einsum("h,hk,hv->hkv", bt, kt, residual)
+            o = einsum("hk,hkv->hv", qt, S)
+            yield Step(n, row, t, qt, kt, vt, at, bt, decayed, S, o)
 
 
 def fwd(problem: Problem) -> Output:
     """`kda.fwd` by the recurrence. Rows that belong to no sequence are zero; an empty sequence keeps its state."""
-    inputs = prepare(problem)
     facts = problem.facts
-    zero = inputs.v.new_zeros(facts.HV, facts.V)
+    initial = initial_state(problem)
+    zero = initial.new_zeros(facts.HV, facts.V)
     o = [[zero] * facts.T for _ in range(facts.B)]
-    states = list(inputs.state)
-    for step in steps(problem, inputs):
+    states = list(initial)
+    for step in steps(problem):
         o[step.row][step.token] = step.o
         states[step.sequence] = step.state
-    stacked = torch.stack([x for row in o for x in row]) if facts.B * facts.T else inputs.v.new_zeros(0)
-    final = torch.stack(states) if states else inputs.state
+    stacked = torch.stack([x for row in o for x in row]) if facts.B * facts.T else initial.new_zeros(0)
+    final = torch.stack(states) if states else initial
     return problem.output(stacked.reshape(problem.v.shape), final.transpose(-1, -2))
 
 

@@ -305,6 +305,8 @@ NAMED: dict[str, Case] = {
     "alternating keys": Case(lengths=(200,), keys="alternating", beta="full", decay="none"),
     "one-hot keys": Case(lengths=(200,), keys="one-hot", beta="full", decay="none"),
     "zero beta": Case(lengths=(70,), beta="zero"),
+    "only decay": Case(lengths=(130, 40), beta="zero", decay="slow"),
+    "long memory, weak beta": Case(lengths=(1024,), beta="weak", decay="none"),
     "negative eigenvalues": Case(lengths=(200,), beta="full", decay="none", allow_neg_eigval=True),
     "weights given": Case(lengths=(70,), use_beta_sigmoid=False),
     "no normalisation": Case(lengths=(70,), use_qk_l2norm=False),

@@ -1,0 +1,142 @@
+"""Planted faults: the suite still bites. Each is a small edit of the chunked algorithm, caught by a named test.
+
+The faulty implementation rounds like a bf16 kernel and declares so, hence is judged with a bf16 kernel's tolerance.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import test_gates
+import test_laws
+import test_oracle
+import torch
+from test_tolerance import BF16, to_bf16, to_fp16
+
+from kda import dispatch
+from kda.problem import Output, Problem
+from kda.ref import chunked
+from kda.testing.cases import NAMED
+from kda.testing.judge import Finding
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Edits of kda/ref/chunked.py, each a text that stands there and its replacement, and the test that must fail."""
+
+    edits: dict[str, str]
+    caught_by: Callable[[str], None]
+
+
+def named(name: str) -> Callable[[str], None]:
+    """The oracle test on the named case, in bf16."""
+    return lambda impl: test_oracle.test_named(impl, name, NAMED[name])
+
+
+def causality(impl: str) -> None:
+    test_laws.test_prefix_causality(impl, test_laws.REGIMES["bounded"])
+
+
+FAULTS = {
+    "anchor on a future row": Fault(
+        {
+            "into = forward_r.exp()": "shift = forward_r[..., -1:, :] / 2; into = (forward_r - shift).exp()",
+            "operand(k_l * reverse_l.exp())": "operand(k_l * (reverse_l + shift).exp())",
+        },
+        causality,
+    ),
+    "gate off by 0.5 %": Fault(
+        {"a = torch.where(valid, a, torch": "a = 1.005 * torch.where(valid, a, torch"}, named("only decay")
+    ),
+    "state kept in bf16": Fault(
+        {"        state = S if everyone": "        S = S.bfloat16().to(S.dtype)\n        state = S if everyone"},
+        named("long memory, weak beta"),
+    ),
+    "a tail's last gate left out": Fault(
+        {"decay=e[..., -1, :]": "decay=e[torch.arange(len(e)), :, (tiles.valid.sum(1) - 2).clamp(min=0)]"},
+        named("only decay"),
+    ),
+    "an empty sequence shifts the table": Fault(
+        {
+            "S = state if everyone else state[active]": (
+                "S = state[[sum(c > 0 for c in tiles.chunks[:n]) for n in active]]"
+            )
+        },
+        named("empty first, middle, last"),
+    ),
+    "beta one token late": Fault(
+        {"    # One token is a block of its own": "    beta = beta.roll(1, -1)\n    # One token is a block of its own"},
+        named("one chunk"),
+    ),
+    "mask without the diagonal": Fault(
+        {"M = rearrange((operand(q)": "M = 0 * rearrange((operand(q)"}, named("one token")
+    ),
+    "mask that lets the future in": Fault(
+        {"torch.zeros_like(below)": "1e-3 * below.transpose(-1, -2)"}, causality
+    ),
+    "reverse sum as total minus prefix": Fault(
+        {"reverse = join(reverse_l + total_r, reverse_r)": "reverse = join(total_l + total_r - forward_l, reverse_r)"},
+        lambda impl: test_gates.test_a_reset_leaves_small_decays_alone(impl, -1e6),
+    ),
+    "bound as a clamp": Fault(
+        {
+            "rearrange(problem_log_decay(problem, a), ": (
+                "rearrange((problem_log_decay(problem, a) * 2).clamp(min=facts.lower_bound or -1e9), "
+            )
+        },
+        test_gates.test_bounded_is_a_sigmoid_not_a_clamp,
+    ),
+}  # fmt: skip
+
+
+def faulty_module(edits: dict[str, str]) -> ModuleType:
+    """kda.ref.chunked with the edits, as a module of its own."""
+    source = inspect.getsource(chunked)
+    for old, new in edits.items():
+        assert source.count(old) == 1, f"the fault no longer fits the source: {old!r}"
+        source = source.replace(old, new)
+    module = ModuleType("faulty")
+    exec(compile(source, "faulty", "exec"), module.__dict__)
+    return module
+
+
+def install(monkeypatch: pytest.MonkeyPatch, edits: dict[str, str]) -> str:
+    """Register the edited algorithm as an implementation; returns its name."""
+    module = faulty_module(edits)
+
+    def fwd(problem: Problem) -> Output:
+        if problem.facts.dtype == torch.bfloat16:
+            return module.fwd(problem, to_bf16, to_fp16)
+        return module.fwd(problem)
+
+    rounding = lambda facts: BF16 if facts.dtype == torch.bfloat16 else chunked.IMPL.rounding(facts)  # noqa: E731
+    module.IMPL = replace(chunked.IMPL, name="faulty", fwd=fwd, rounding=rounding)
+    monkeypatch.setitem(sys.modules, "faulty", module)
+    monkeypatch.setitem(dispatch.TABLE, "faulty", "faulty")
+    monkeypatch.setattr(test_laws, "ROUNDS_BY_BATCH", ("chunked", "faulty"))
+    dispatch.forget()
+    return "faulty"
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> object:
+    yield
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FAULTS[name]
+    impl = install(monkeypatch, fault.edits)
+    with pytest.raises((AssertionError, Finding)):
+        fault.caught_by(impl)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_the_fault_the_same_test_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[name].caught_by(install(monkeypatch, {}))
