@@ -1,4 +1,4 @@
-"""The only file that may say "your input is wrong". Every message: the argument, what was expected, what came, a hint."""
+"""The only file that may say "your input is wrong". Messages: the argument, what was expected, what came, a hint."""
 
 from __future__ import annotations
 

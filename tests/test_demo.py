@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 TINY = demo.Sizes(d_model=16, H=2, K=16, V=8, rank=4)
 HELD_BACK = 8
 
-#: Empty, shorter than what is held back, exactly that, one past a chunk, and one in between.
+#: Empty, two that are decoded to their end before the others, more than a chunk, and one in between.
 TEXTS = (b"", b"pass", b"x = y[0]", b"# a comment of some length\n" + b"y += x\n" * 6, b"import this\n" * 3)
 DOCUMENTS = [demo.Document(f"{n}.py", text) for n, text in enumerate(TEXTS)]
 LENGTHS = [len(text) for text in TEXTS]
@@ -158,6 +158,12 @@ def test_a_token_that_no_piece_wrote_is_noticed() -> None:
     pieces = demo.prefill_and_decode(tiny_call(), [*LENGTHS[:-1], LENGTHS[-1] - 1], HELD_BACK, "chunked", "auto")
     assert pieces.o[:, -1].isnan().all()
     assert pieces.o[:, :-1].isfinite().all()
+
+
+def test_the_number_of_threads_is_given_back() -> None:
+    before = torch.get_num_threads()
+    demo.compare(console(), tiny_call(), LENGTHS, HELD_BACK)
+    assert torch.get_num_threads() == before
 
 
 def test_nothing_that_ran_is_no_agreement() -> None:

@@ -46,7 +46,7 @@ DOCUMENTS = (
 #: Most tokens of the whole batch. The oracle walks them one by one with K x K covariances: most of the demo's time.
 MAX_TOKENS = 15_000
 
-#: Tokens of each document that are not prefilled but decoded.
+#: Tokens of each document that are not prefilled but decoded; at most half of it.
 HELD_BACK = 32
 
 SHORT_CONVOLUTION = 4  # tokens, the current one included
@@ -213,12 +213,12 @@ def select(call: dict[str, Any], rows: Sequence[int], lengths: Sequence[int]) ->
 def prefill_and_decode(call: dict[str, Any], lengths: Sequence[int], held_back: int, name: str, impl: str) -> Output:
     """The result of the whole call in pieces: prefill without the last `held_back` tokens, then token by token.
 
-    A document that ends before the others takes part in the later steps as an empty sequence, which keeps its state;
-    one shorter than `held_back` is decoded from its first token. The layer's input side is causal, so the inputs of a
-    decoded token are its rows of the call. impl: of the prefill, may be "auto"; the steps name what auto chose, so that
-    no other implementation takes over.
+    Half of a short document is prefilled in any case. It then ends before the others, and takes part in the later steps
+    as an empty sequence, which keeps its state. The layer's input side is causal, so the inputs of a decoded token are
+    its rows of the call. impl: of the prefill, may be "auto"; the steps name what auto chose, so that no other
+    implementation takes over.
     """
-    held = [min(held_back, length) for length in lengths]
+    held = [min(held_back, length // 2) for length in lengths]
     ends = list(accumulate(lengths))
     prefixes = [length - h for length, h in zip(lengths, held, strict=True)]
     rows = [row for end, length, h in zip(ends, lengths, held, strict=True) for row in range(end - length, end - h)]
@@ -298,8 +298,11 @@ def _measure(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """PyTorch on one thread. The oracle's matrices are too small to gain from more, and where the cores are shared
-    threads that wait for each other make it many times slower."""
+    """PyTorch on one CPU thread.
+
+    The matrices of one token are too small to gain from more, and where something else uses the cores, threads that
+    wait for each other at every operation make the walks token by token many times slower.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -308,6 +311,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@_one_thread()
 def compare(console: Console, call: dict[str, Any], lengths: Sequence[int], held_back: int) -> list[Row]:
     """Every implementation on the call, in the table's order, with a status line while they and the oracle run."""
     facts = gather(**call)[0].facts
@@ -322,7 +326,7 @@ def compare(console: Console, call: dict[str, Any], lengths: Sequence[int], held
         rounding = dispatch.implementation(name).rounding(facts)
         if rounding not in expected:
             doing = f"the specification in fp64 with the roundings of {name}, {facts.T:,} tokens one by one"
-            with console.status(doing), _one_thread():
+            with console.status(doing):
                 expected[rounding] = expect(gather(**in_fp64(call))[0], rounding)
         impl = "auto" if name == explanation.chosen else name
         with console.status(f"{name}: one shot, then prefill and {held_back} steps"):
@@ -384,9 +388,11 @@ def demonstrate(
     lengths = [len(document.text) for document in texts]
     listed = ", ".join(f"{document.name} {length:,}" for document, length in zip(texts, lengths, strict=True))
     console.print(f"{sum(lengths):,} bytes of the standard library in one packed batch: {listed}", highlight=False)
+    where = "the GPU" if device.type == "cuda" else "one CPU thread"
     console.print(
         f"A KDA layer of {sizes.H} heads with K = {sizes.K}, V = {sizes.V}, bf16, gate bounded by {LOWER_BOUND:g}, on "
-        f"{device.type}. The last {held_back} tokens of each document are held back and decoded one by one.",
+        f"{where}. The last {held_back} tokens of each document, at most half of it, are held back and decoded "
+        "one by one.",
         highlight=False,
     )
     call = layer_call(make_layer(sizes, device), [document.text for document in texts])

@@ -49,6 +49,7 @@ class Tiles(NamedTuple):
     valid: Tensor  # [X, CHUNK] whether there is one
     first: list[int]  # [N] the sequence's first chunk
     chunks: list[int]  # [N] its number of chunks
+    full: bool  # every chunk has all its tokens
 
 
 class Packets(NamedTuple):
@@ -79,14 +80,19 @@ def tile(problem: Problem) -> Tiles:
     offset = torch.arange(CHUNK, device=device)
     valid = offset < torch.tensor(lengths, dtype=torch.long, device=device)[:, None]
     token = torch.tensor(starts, dtype=torch.long, device=device)[:, None] + offset
-    return Tiles(torch.where(valid, token, 0), valid, first, chunks)
+    return Tiles(torch.where(valid, token, 0), valid, first, chunks, full=all(x == CHUNK for x in lengths))
 
 
 def gather(x: Tensor, tiles: Tiles, dtype: torch.dtype) -> Tensor:
     """[B, T, H, ...] -> [X, H, CHUNK, ...] in `dtype`, zero where a chunk has no token (whatever lies there)."""
-    x = x.flatten(0, 1)[tiles.token].to(dtype)
-    valid = tiles.valid.reshape(*tiles.valid.shape, *[1] * (x.dim() - 2))
-    return torch.where(valid, x, torch.zeros((), dtype=dtype, device=x.device)).transpose(1, 2)
+    x = x.flatten(0, 1)[tiles.token].to(dtype).transpose(1, 2)
+    return x if tiles.full else masked(x, tiles)
+
+
+def masked(x: Tensor, tiles: Tiles) -> Tensor:
+    """x [X, H, CHUNK, ...] with zeros where a chunk has no token; a select, so that NaN there vanishes too."""
+    valid = tiles.valid.reshape(len(tiles.valid), 1, CHUNK, *[1] * (x.dim() - 3))
+    return torch.where(valid, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def pair(x: Tensor, b: int) -> tuple[Tensor, Tensor]:
@@ -107,12 +113,11 @@ def prepare(problem: Problem, tiles: Tiles, operand: Operand = exact, inverse: O
     if facts.use_qk_l2norm:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
     q, k = (x.repeat_interleave(problem.group(), dim=1) for x in (q * problem.scale, k))
-    valid = tiles.valid[:, None, :, None]
     a = rearrange(gather(problem.g, tiles, dtype), "x h c k -> x c h k")
     a = rearrange(problem_log_decay(problem, a), "x c h k -> x h c k")
-    a = torch.where(valid, a, torch.zeros((), dtype=dtype, device=a.device))
     beta = activate_beta(gather(problem.beta, tiles, dtype), facts)  # [X, HV, CHUNK]
-    beta = torch.where(tiles.valid[:, None], beta, torch.zeros((), dtype=dtype, device=a.device))
+    if not tiles.full:
+        a, beta = masked(a, tiles), masked(beta, tiles)
 
     # One token is a block of its own: forward = its own decay, reverse = 0, M = q.k, T = 1.
     forward, reverse = a, torch.zeros_like(a)
@@ -156,6 +161,14 @@ def blocks(diagonal: Tensor, below: Tensor) -> Tensor:
     return torch.cat([top, torch.cat([below, diagonal[..., 1::2, :, :]], dim=-1)], dim=-2)
 
 
+def take(x: Tensor, indices: list[int]) -> Tensor:
+    """x[indices]; a view where they are evenly spaced, as in a batch of equal lengths."""
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    if indices == list(range(indices[0], indices[-1] + 1, step)):
+        return x[indices[0] : indices[-1] + 1 : step]
+    return x[indices]
+
+
 def recur(packets: Packets, tiles: Tiles, state: Tensor, operand: Operand = exact) -> tuple[Tensor, Tensor]:
     """Walk the chunks. state: [N, HV, K, V]. Returns o [X, HV, CHUNK, V] and the final states."""
     o: list[Tensor | None] = [None] * packets.V.shape[0]
@@ -163,7 +176,7 @@ def recur(packets: Packets, tiles: Tiles, state: Tensor, operand: Operand = exac
         active = [n for n, chunks in enumerate(tiles.chunks) if chunks > step]
         chunks = [tiles.first[n] + step for n in active]
         everyone = len(active) == len(tiles.chunks)
-        Kd, Qd, Ak, Aq, decay, V = (x[chunks] for x in packets)
+        Kd, Qd, Ak, Aq, decay, V = (take(x, chunks) for x in packets)
         S = state if everyone else state[active]
         rounded = operand(S)
         R = operand(V - Kd @ rounded)

@@ -30,8 +30,8 @@ class Case:
     lengths:  tokens of each sequence. With `packed` they lie in one row with cu_seqlens, followed by `padding` rows of
               NaN; otherwise all are equal and each is a batch row.
     decay:    regime of the gate: usual (the benchmark's), slow (half-lives up to thousands of tokens), "bias x"
-              (dt_bias is x), "raw x" (every raw gate is x), mixed (one gate per channel, far apart), strong (the bound, or -8),
-              none (no decay), saturated (raw gates of +-1e4, A_log of +-100), resets (slow with some tokens at -1e3,
+              (dt_bias is x), "raw x" (every raw gate is x), mixed (one gate per channel, far apart), strong (the
+              bound, or -8), none (no decay), saturated (raw gates of +-1e4, A_log of +-100), resets (slow with some tokens at -1e3,
               -1e6 or -inf, as far as the gate reaches). A given gate takes the log decay softplus(raw) instead.
     keys:     random; mild, close (a common key plus noise of 1, of 0.3); repeated (one key); alternating (two keys);
               one-hot.

@@ -103,7 +103,7 @@ def cumulative(a, TWO_TERMS: tl.constexpr):
     """Cumulative sum of a chunk's log decays [C, channels] down the rows, as two terms to be added.
 
     A difference of two such sums cancels: after a hard reset, what is left of fp32 is 2^-24 of the reset. With two
-    terms the first holds multiples of 2^-10 (at most 2^13, so every sum and difference is exact) and the second the rest.
+    terms the first holds multiples of 2^-10 (at most 2^13, so every sum and difference is exact), the second the rest.
     """
     if TWO_TERMS:
         coarse = tl.floor(a * 1024.0 + 0.5) * (1.0 / 1024.0)

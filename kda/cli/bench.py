@@ -1,0 +1,250 @@
+"""`python -m kda bench`: time the named shapes and measure the accuracy of the input families.
+
+Correctness comes first: nothing is timed before it has been compared with the specification or with an implementation
+that has been. On a GPU times are medians of events with the L2 flushed between runs; on a CPU they are wall-clock
+medians of the PyTorch implementations. Peers run live in the same process, and only ratios of one process are claims.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kda import api, dispatch
+from kda.cli.info import versions
+from kda.cli.peers import PEERS, installed
+from kda.problem import Output
+from kda.ref.error import deviation
+from kda.testing.cases import FAMILIES, Case, arguments
+from kda.testing.judge import expected, facts_of
+
+RAGGED = (1300, 547, 2048, 963, 271, 3063)
+
+#: Shapes that are timed: bf16, K = V = 128, bounded gate of -5, fp32 states in and out.
+SHAPES = {
+    "cuda": [
+        Case(lengths=(8192,), H=96, K=128, V=128),
+        Case(lengths=RAGGED, H=96, K=128, V=128),
+        Case(lengths=(1024,) * 8, H=96, K=128, V=128),
+        Case(lengths=(8192,), H=8, K=128, V=128),
+    ],
+    "cpu": [
+        Case(lengths=(4096,), H=4, K=128, V=128, dtype="float32"),
+        Case(lengths=(300, 1, 0, 700, 64), H=4, K=128, V=128, dtype="float32"),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call: the median, and the quarter and three-quarter marks."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def inputs(case: Case, device: str) -> dict[str, Any]:
+    """The case's call with noise made on the device: `arguments` would take minutes at these sizes."""
+    small = arguments(replace(case, lengths=(0,) * len(case.lengths), padding=0), device)
+    noise = torch.Generator(device).manual_seed(case.seed)
+    T, dtype = sum(case.lengths), small["q"].dtype
+    shapes = {"q": (case.H, case.K), "k": (case.H, case.K), "v": (case.HV, case.V), "g": (case.HV, case.K)}
+    for name, shape in {**shapes, "beta": (case.HV,)}.items():
+        small[name] = torch.randn(1, T, *shape, generator=noise, device=device, dtype=torch.float32).to(dtype)
+    offsets = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    small["cu_seqlens"] = None if len(case.lengths) == 1 else offsets.to(device)
+    return small
+
+
+def floor_ms(case: Case, bytes_per_second: float) -> float:
+    """The time to move what must be moved: q, k, v, g in, o out, beta, and the fp32 states in and out, once."""
+    element = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    token = element * (2 * case.H * case.K + case.HV * (2 * case.V + case.K + 1))
+    states = 2 * len(case.lengths) * case.HV * case.K * case.V * 4
+    return (sum(case.lengths) * token + states) / bytes_per_second * 1e3
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device-to-device copy, read plus written."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_on_gpu({"copy": lambda: target.copy_(source)}, 20)["copy"].median * 1e3
+
+
+def time_on_gpu(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
+    """Milliseconds of each call by events, L2 flushed before each, the calls interleaved so that drift hits all."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: _timing([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
+
+
+def time_on_cpu(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
+    """Milliseconds of each call by the wall clock, interleaved; a call that takes seconds runs once."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(repeats + 1):  # the first round is the warm-up
+        for name, call in calls.items():
+            if i and samples[name] and samples[name][0] > 1e3:
+                continue
+            start = time.perf_counter()
+            call()
+            elapsed = (time.perf_counter() - start) * 1e3
+            if i or elapsed > 1e3:
+                samples[name].append(elapsed)
+    return {name: _timing(x) for name, x in samples.items()}
+
+
+def _timing(samples: list[float]) -> Timing:
+    if len(samples) < 2:
+        return Timing(samples[0], samples[0], samples[0])
+    low, median, high = statistics.quantiles(samples, n=4)
+    return Timing(median, low, high)
+
+
+def _callables(case: Case, call: dict[str, Any], names: list[str], device: str) -> dict[str, Callable[[], Output]]:
+    """The implementations that accept the case, with buffers in place, and the peers on a GPU."""
+    explanation = dispatch.explain_facts(facts_of(replace(case, lengths=(0,) * len(case.lengths)), device))
+    buffers = {
+        "out": torch.empty_like(call["v"]),
+        "final_state": torch.empty_like(call["initial_state"]),
+    }
+    chosen = [name for name in names if not explanation.reasons[name]]
+    result: dict[str, Callable[[], Output]] = {
+        name: partial(api.fwd, **{**call, **buffers}, impl=name) for name in chosen
+    }
+    if device == "cuda":
+        for peer in installed():
+            result[peer] = PEERS[peer][2](call)
+    return result
+
+
+def _agreement(first: Output, other: Output) -> float:
+    """RMS difference of the outputs over the RMS output."""
+    a, b = first.o.float(), other.o.float()
+    return float((a - b).square().mean().sqrt() / a.square().mean().sqrt())
+
+
+def times(console: Console, names: list[str], device: str) -> list[list[str]]:
+    """Time every shape. Each row: lengths, H, implementation, median ms (quartiles), fraction of the floor, ratio."""
+    rows = [["lengths", "H", "implementation", "ms (quartiles)", "floor / time", "times the first", "RMS difference"]]
+    bandwidth = copy_bandwidth() if device == "cuda" else 0.0
+    with Progress(console=console) as progress:
+        task = progress.add_task("timing", total=len(SHAPES[device]))
+        for case in SHAPES[device]:
+            call = inputs(case, device)
+            calls = _callables(case, call, names, device)
+            results = {name: Output(run().o.clone(), None) for name, run in calls.items()}
+            first = next(iter(results.values()))
+            timed = (time_on_gpu if device == "cuda" else time_on_cpu)(calls, 30 if device == "cuda" else 5)
+            base = next(iter(timed.values())).median
+            for name, timing in timed.items():
+                floor = f"{floor_ms(case, bandwidth) / timing.median:.3f}" if bandwidth else ""
+                difference = _agreement(first, results[name])
+                lengths = (
+                    ", ".join(map(str, case.lengths))
+                    if len(set(case.lengths)) > 1
+                    else (f"{len(case.lengths)} x {case.lengths[0]}" if len(case.lengths) > 1 else str(case.lengths[0]))
+                )
+                ratio = f"{timing.median / base:.2f}"
+                rows.append([lengths, str(case.H), name, str(timing), floor, ratio, f"{difference:.1e}"])
+            progress.advance(task)
+    if bandwidth:
+        console.print(f"copy bandwidth of this run: {bandwidth / 1e12:.2f} TB/s")
+    return rows
+
+
+def accuracy(console: Console, names: list[str], device: str) -> tuple[list[list[str]], bool]:
+    """RMS error over RMS reference and worst sigma of every family. The second value: whether all were accepted."""
+    rows = [["inputs", "implementation", "RMS o", "RMS state", "worst sigma"]]
+    accepted = True
+    size = {"H": 4} if device == "cuda" else {"lengths": (512,), "H": 1}
+    with Progress(console=console) as progress:
+        task = progress.add_task("accuracy", total=len(FAMILIES))
+        for family, full in FAMILIES.items():
+            case = full if device == "cuda" or len(full.lengths) > 1 else replace(full, **size)
+            call = arguments(case, device)
+            calls = _callables(case, call, names, device)
+            facts = facts_of(case, device)
+            for name, run in calls.items():
+                result = run()
+                state = result.final_state
+                result = Output(result.o.cpu(), None if state is None else state.cpu())
+                ours = name in dispatch.TABLE
+                rounding = dispatch.implementation(name if ours else next(iter(calls))).rounding(facts)
+                d = deviation(result, expected(case, rounding))
+                accepted &= d.accepted or not ours
+                sigma = f"{d.sigma:.2f}" if ours else ""
+                rows.append([family, name, f"{d.rms_o:.2e}", f"{d.rms_state:.2e}", sigma])
+            progress.advance(task)
+    return rows, accepted
+
+
+def _print(console: Console, title: str, rows: list[list[str]]) -> None:
+    table = Table(*rows[0], title=title)
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _peer_versions() -> str:
+    found = [f"{PEERS[name][1]} {importlib.metadata.version(PEERS[name][1])}" for name in installed()]
+    return f", {', '.join(found)}" if found else ""
+
+
+def run(console: Console, suite: str, impls: list[str] | None, markdown: str | None) -> int:
+    """Measure and print. Returns 1 if an implementation is outside the tolerance; then nothing is timed."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = impls or [n for n in dispatch.AUTO[device] if n in dispatch.TABLE] + (
+        ["recurrent"] if device == "cpu" else []
+    )
+    console.print(versions() + _peer_versions())
+    if device == "cpu":
+        console.print("No GPU here: these are the PyTorch implementations on the CPU, at small sizes.")
+    parts: list[tuple[str, list[list[str]]]] = []
+    rows, accepted = accuracy(console, names, device)
+    if suite != "time":
+        parts.append(("Accuracy: RMS error / RMS reference against fp64", rows))
+        _print(console, *parts[-1])
+    if not accepted:
+        console.print("[red]an implementation is outside the tolerance (see worst sigma): not timed")
+        return 1
+    if suite != "accuracy":
+        parts.append(("Forward: K = V = 128, bounded gate of -5, states in fp32", times(console, names, device)))
+        _print(console, *parts[-1])
+    if markdown:
+        head = f"{versions()}{_peer_versions()}, {datetime.date.today().isoformat()}"
+        Path(markdown).write_text(
+            f"{head}\n\n" + "\n\n".join(f"### {title}\n\n{_markdown(rows)}" for title, rows in parts) + "\n"
+        )
+    return 0

@@ -1,0 +1,50 @@
+"""Other libraries as implementations of the same call, for the benchmark. Imported only when installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from kda.problem import Output
+
+
+def _fla(call: dict[str, Any]) -> Callable[[], Output]:
+    """`chunk_kda` of flash-linear-attention (fla-core), with gate, normalisation and sigmoid in its kernels."""
+    import torch
+    from fla.ops.kda import chunk_kda
+
+    def run() -> Output:
+        with torch.inference_mode():
+            o, state = chunk_kda(
+                q=call["q"],
+                k=call["k"],
+                v=call["v"],
+                g=call["g"],
+                beta=call["beta"],
+                A_log=call["A_log"],
+                dt_bias=None if call["dt_bias"] is None else call["dt_bias"].flatten(),
+                lower_bound=call["lower_bound"],
+                safe_gate=True,
+                initial_state=call["initial_state"],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                state_v_first=True,
+                cu_seqlens=None if call.get("cu_seqlens") is None else call["cu_seqlens"].long(),
+            )
+        return Output(o, state)
+
+    return run
+
+
+#: name -> (module to look for, distribution, how to make a call of it).
+PEERS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Callable[[], Output]]]] = {
+    "fla": ("fla", "fla-core", _fla),
+}
+
+
+def installed() -> list[str]:
+    """The peers that can be imported here."""
+    return [name for name, (module, _, _) in PEERS.items() if importlib.util.find_spec(module) is not None]
