@@ -44,7 +44,7 @@ def fwd(problem: Problem) -> Output:
         return Output(out.zero_(), final)
 
     work = torch.bfloat16 if bf16 else torch.float32
-    KW = -(-K // 8) * 8  # rows of whole 16-byte vectors, whatever K is
+    KW = triton.cdiv(K, 16) * 16  # rows of whole vectors, whatever K is
     Kd, Qd, Ak = torch.empty(3, HV, B * T, KW, dtype=work, device=q.device)
     Aq = torch.empty(HV, B * T, C, dtype=work, device=q.device)
     decay = torch.empty(slots, HV, KW, dtype=torch.float32, device=q.device)
@@ -68,8 +68,8 @@ def fwd(problem: Problem) -> Output:
                 k,
                 g,
                 beta,
-                problem.A_log,
-                problem.dt_bias,
+                decay if problem.A_log is None else problem.A_log,
+                decay if problem.dt_bias is None else problem.dt_bias,
                 cu_seqlens,
                 Kd,
                 Qd,
@@ -81,6 +81,7 @@ def fwd(problem: Problem) -> Output:
                 problem.scale,
                 0.0 if facts.lower_bound is None else facts.lower_bound,
                 -0.5 * anchored * (facts.lower_bound or 0.0),
+                2.0 if facts.allow_neg_eigval else 1.0,
                 *q.stride(),
                 *k.stride(),
                 *g.stride(),
@@ -91,16 +92,15 @@ def fwd(problem: Problem) -> Output:
                 B * T,
                 HV,
                 problem.group(),
+                int(problem.A_log is not None),
+                int(problem.dt_bias is not None),
+                int(facts.use_beta_sigmoid),
                 BK=config.block_k,
                 ANCHORED=anchored,
                 FIRST_LEVEL=max(anchored.bit_length() - 1, 0),
                 LEVELS=C.bit_length() - 1,
                 GATE=_GATES[facts.gate],
-                HAS_A_LOG=problem.A_log is not None,
-                HAS_BIAS=problem.dt_bias is not None,
                 L2NORM=facts.use_qk_l2norm,
-                SIGMOID=facts.use_beta_sigmoid,
-                BETA_FACTOR=2.0 if facts.allow_neg_eigval else 1.0,
                 INVERSE=inverse,
                 TWO_TERMS=not bf16,
                 num_warps=config.prepare_warps,
@@ -115,8 +115,8 @@ def fwd(problem: Problem) -> Output:
             decay,
             v,
             out,
-            problem.initial_state,
-            final,
+            decay if problem.initial_state is None else problem.initial_state,
+            decay if final is None else final,
             cu_seqlens,
             *v.stride(),
             *out.stride(),
@@ -127,11 +127,11 @@ def fwd(problem: Problem) -> Output:
             T,
             B * T,
             HV,
+            int(problem.initial_state is not None),
+            int(final is not None),
             V=V,
             KP=power_of_two(K),
             BV=config.block_v,
-            HAS_INITIAL=problem.initial_state is not None,
-            HAS_FINAL=final is not None,
             num_warps=config.recur_warps,
             num_stages=config.recur_stages,
             **common,

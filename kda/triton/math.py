@@ -76,21 +76,16 @@ def softplus(x):
 
 
 @triton.jit
-def log_decay(g, A_log, dt_bias, lower_bound, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_BIAS: tl.constexpr):
+def log_decay(g, A_log, dt_bias, lower_bound, GATE: tl.constexpr):
     """Activated gate of a tile [rows, channels], floored so that a hard reset stays finite. NaN stays NaN."""
-    if HAS_BIAS:
+    if GATE != GIVEN:
         g += dt_bias[None, :]
-    if GATE == GIVEN:
-        a = g
-    else:
         if GATE == SOFTPLUS:
             g = -softplus(g)
-        if HAS_A_LOG:
-            g = g * exp(tl.minimum(tl.maximum(A_log, -_MAX_EXP), _MAX_EXP))
-        a = g
+        g = g * exp(tl.minimum(tl.maximum(A_log, -_MAX_EXP), _MAX_EXP))
         if GATE == BOUNDED:
-            a = lower_bound * sigmoid(g)
-    return tl.where(a < _FLOOR, _FLOOR, a)
+            g = lower_bound * sigmoid(g)
+    return tl.where(g < _FLOOR, _FLOOR, g)
 
 
 @triton.jit
@@ -112,7 +107,7 @@ def cumulative(a, TWO_TERMS: tl.constexpr):
 
 
 @triton.jit
-def since(anchor, F, R, sums, rest, d, KW: tl.constexpr, TWO_TERMS: tl.constexpr):
+def since(anchor, F, R, sums, rest, d, KW, TWO_TERMS: tl.constexpr):
     """F_i - F_c for row c = anchor[i] of the chunk: [C, channels], <= 0 where the anchor is earlier.
 
     F and R are the chunk's two terms in registers; `sums` and `rest` hold them in memory, visible to the whole program.

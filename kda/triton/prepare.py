@@ -33,14 +33,30 @@ def _paired(i, j, b):
     return (i // (2 * b) == j // (2 * b)) & (i // b % 2 == 1) & (j // b % 2 == 0)
 
 
-@triton.jit
+#: Integers whose value opens no shortcut; not compiling for each keeps the number of variants small.
+UNSPECIALISED = [
+    "N",
+    "T",
+    "tokens",
+    "HV",
+    "GROUP",
+    "has_A_log",
+    "has_bias",
+    "is_logit",
+    "cu_stride",
+    "beta_b",
+    "beta_t",
+]
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "beta_h"])
 def prepare_kernel(
     q,
     k,
     g,
     beta,
-    A_log,
-    dt_bias,
+    A_log,  # any pointer where has_A_log is 0
+    dt_bias,  # any pointer where has_bias is 0
     cu_seqlens,
     Kd,  # [HV, B * T, KW], the dot's dtype; columns from K on are written as zeros
     Qd,  # [HV, B * T, KW]
@@ -52,6 +68,7 @@ def prepare_kernel(
     scale,
     lower_bound,
     centre,
+    beta_factor,
     q_b,
     q_t,
     q_h,
@@ -73,20 +90,19 @@ def prepare_kernel(
     tokens,  # B * T
     HV,
     GROUP,
-    K: tl.constexpr,
-    KW: tl.constexpr,  # row length of the workspace
+    has_A_log,
+    has_bias,
+    is_logit,
+    K,
+    KW,  # row length of the workspace
     BK: tl.constexpr,
     C: tl.constexpr,
     ANCHORED: tl.constexpr,  # rows per directly anchored block, or 0
     FIRST_LEVEL: tl.constexpr,  # log2(ANCHORED), or 0
     LEVELS: tl.constexpr,  # log2(C)
     GATE: tl.constexpr,
-    HAS_A_LOG: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     VARLEN: tl.constexpr,
     L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BETA_FACTOR: tl.constexpr,
     OPERAND: tl.constexpr,
     INVERSE: tl.constexpr,
     TWO_TERMS: tl.constexpr,
@@ -125,13 +141,11 @@ def prepare_kernel(
     rest += token * KW
     Aq += token * C
     decay += (slot.to(tl.int64) * HV + hv) * KW
-    if HAS_BIAS:
-        dt_bias += hv * K
+    dt_bias += hv * K
 
     weight = tl.load(beta + rows * beta_t, mask=live, other=0.0).to(tl.float32)
-    if SIGMOID:
-        weight = sigmoid(weight)
-    weight = tl.where(live, BETA_FACTOR * weight, 0.0)
+    weight = tl.where(is_logit != 0, sigmoid(weight), weight)
+    weight = tl.where(live, beta_factor * weight, 0.0)
 
     q_scale = tl.zeros((C,), tl.float32) + 1.0
     k_scale = tl.zeros((C,), tl.float32) + 1.0
@@ -162,13 +176,11 @@ def prepare_kernel(
         q_tile = tl.load(q + rows[:, None] * q_t + d[None, :] * q_d, mask=mask, other=0.0)
         k_tile = tl.load(k + rows[:, None] * k_t + d[None, :] * k_d, mask=mask, other=0.0)
         a = tl.load(g + rows[:, None] * g_t + d[None, :] * g_d, mask=mask, other=0.0).to(tl.float32)
-        rate = 0.0
-        bias = tl.zeros((BK,), tl.float32)
-        if HAS_A_LOG:
+        rate = tl.zeros((), tl.float32)
+        if has_A_log != 0:
             rate = tl.load(A_log + hv).to(tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(dt_bias + d, mask=inside, other=0.0).to(tl.float32)
-        a = tl.where(mask, log_decay(a, rate, bias, lower_bound, GATE, HAS_A_LOG, HAS_BIAS), 0.0)
+        bias = tl.load(dt_bias + d, mask=d < K * has_bias, other=0.0).to(tl.float32)
+        a = tl.where(mask, log_decay(a, rate, bias, lower_bound, GATE), 0.0)
         at = i * KW + d[None, :]
         F, R = cumulative(a, TWO_TERMS)
         tl.store(sums + at, F, mask=work_mask)

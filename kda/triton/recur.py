@@ -9,7 +9,7 @@ import triton.language as tl
 from kda.triton.math import bounds, cast, dot, indices
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T", "tokens", "HV", "has_initial", "has_final", "cu_stride"])
 def recur_kernel(
     Kd,  # [HV, B * T, KW], the dot's dtype
     Qd,  # [HV, B * T, KW]
@@ -18,8 +18,8 @@ def recur_kernel(
     decay,  # [slots, HV, KW] fp32
     v,
     out,
-    initial,
-    final,
+    initial,  # any pointer where has_initial is 0
+    final,  # any pointer where has_final is 0
     cu_seqlens,
     v_b,
     v_t,
@@ -42,20 +42,20 @@ def recur_kernel(
     T,
     tokens,  # B * T
     HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KW: tl.constexpr,  # row length of the workspace
+    has_initial,
+    has_final,
+    K,
+    V,
+    KW,  # row length of the workspace
     KP: tl.constexpr,  # K rounded up to a power of two
     BV: tl.constexpr,
     C: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
     VARLEN: tl.constexpr,
     OPERAND: tl.constexpr,
     WIDE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    blocks: tl.constexpr = (V + BV - 1) // BV
+    blocks = tl.cdiv(V, BV)
     task = tl.program_id(0) // blocks
     n = task // HV
     hv = (task % HV).to(tl.int64)
@@ -86,13 +86,11 @@ def recur_kernel(
     decay += (slot.to(tl.int64) * HV + hv) * KW
     step = tl.zeros((), tl.int64) + C
     in_state = in_k[:, None] & in_v[None, :]
-    if HAS_INITIAL:
+    S = tl.zeros((KP, BV), tl.float32)
+    if has_initial != 0:
         initial += n.to(tl.int64) * i_n + hv * i_h
-        S = tl.load(
-            initial + d[:, None].to(tl.int64) * i_k + w[None, :].to(tl.int64) * i_v, mask=in_state, other=0.0
-        ).to(tl.float32)
-    else:
-        S = tl.zeros((KP, BV), tl.float32)
+        at_initial = d[:, None].to(tl.int64) * i_k + w[None, :].to(tl.int64) * i_v
+        S = tl.load(initial + at_initial, mask=in_state, other=0.0).to(tl.float32)
 
     for left in range((stop - start).to(tl.int32), 0, -C):  # tokens still to come
         live = rows < left
@@ -117,10 +115,10 @@ def recur_kernel(
         v += step * v_t
         out += step * o_t
 
-    if HAS_FINAL:
+    if has_final != 0:
         final += n.to(tl.int64) * f_n + hv * f_h
-        at_state = d[:, None].to(tl.int64) * f_k + w[None, :].to(tl.int64) * f_v
-        tl.store(final + at_state, cast(S, final.dtype.element_ty, INTERPRET), mask=in_state)
+        at_final = d[:, None].to(tl.int64) * f_k + w[None, :].to(tl.int64) * f_v
+        tl.store(final + at_final, cast(S, final.dtype.element_ty, INTERPRET), mask=in_state)
     if VARLEN:
         if n == N - 1:  # what follows the last sequence is padding
             out += (stop - start - tl.cdiv(stop - start, C) * C) * o_t  # back from the end of the last tile
