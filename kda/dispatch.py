@@ -94,7 +94,7 @@ def implementations() -> list[Availability]:
 def _reasons(name: str, facts: Facts) -> tuple[str, ...]:
     impl = implementation(name)
     missing = impl.unavailable()
-    return (*([missing] if missing else ()), *impl.reasons(facts))
+    return (*impl.reasons(facts), *([missing] if missing else ()))
 
 
 def forget() -> None:

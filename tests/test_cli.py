@@ -271,7 +271,7 @@ def test_replay_judges_the_case_that_was_printed(case):
     assert repr(case) in out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("case", {**NAMED, **FAMILIES}.values(), ids={**NAMED, **FAMILIES})
+@pytest.mark.parametrize("case", [*NAMED.values(), *FAMILIES.values()], ids=[*NAMED, *FAMILIES])
 def test_named_cases_round_trip(case):
     assert Case.parse(f"  {case!r}\n") == case
 

@@ -163,6 +163,8 @@ REFUSED = [
     ("triton", {"device": "mps", "capability": None}, ("mps", "CUDA")),
     ("cuda", {"device": "cpu", "capability": None}, ("cpu", "NVIDIA Hopper")),
     ("triton", {"device": "cpu", "capability": None}, ("cpu", "CUDA")),
+    ("cuda", {"device": "cpu", "capability": None, "rocm": True}, ("cpu", "NVIDIA Hopper")),
+    ("triton", {"device": "mps", "capability": None, "triton_interpreter": True}, ("mps", "CUDA")),
     ("cuda", {"dtype": torch.float16}, ("q is float16", "bfloat16")),
     ("cuda", {"dtype": torch.float64}, ("q is float64", "bfloat16")),
     ("triton", {"dtype": torch.float64}, ("q is float64", "bfloat16, float16 and float32")),
@@ -287,6 +289,7 @@ def test_auto(facts, chosen):
         dispatch.choose(facts)
     assert isinstance(caught.value, NotImplementedError)
     assert "impl='chunked'" in str(caught.value)
+    assert f"auto takes {' or '.join(explanation.auto) or 'nothing'}" in str(caught.value)
     assert caught.value.reasons == {name: listed for name, listed in explanation.reasons.items() if listed}
     assert {"cuda", "triton"} <= set(caught.value.reasons)
     for name, listed in caught.value.reasons.items():

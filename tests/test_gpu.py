@@ -77,7 +77,7 @@ def test_graph_replay_sees_changed_inputs(impl: str) -> None:
     for lengths in ((300, 0, 65, 17), (1, 2, 3, 4), (0, 0, 0, 0), (100, 200, 0, 0)):
         case = dataclasses.replace(MODEL, lengths=lengths, padding=382 - sum(lengths), seed=sum(lengths))
         other = arguments(case, "cuda")
-        for name in (*TOKENS, "initial_state", "cu_seqlens"):
+        for name in (*TOKENS, "A_log", "dt_bias", "initial_state", "cu_seqlens"):
             static[name].copy_(other[name])
         out.fill_(torch.nan)
         final.fill_(torch.nan)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import kda
+import kda.api
 from kda import dispatch, validate
 from kda.problem import GateKind
 
@@ -440,8 +441,9 @@ class Unread:
 
 
 def test_contents_on_a_gpu_are_read_under_checking_alone(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     validate._contents(OnGPU(), None, GateKind.BOUNDED, Unread())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("KDA_CHECK", "1")
     with pytest.raises(ValueError, match=r"cu_seqlens: .*got 6"):
         validate._contents(OnGPU(), None, GateKind.BOUNDED, torch.tensor([0, 6]))
@@ -494,6 +496,9 @@ VARIANTS: dict[str, Change] = {
     "scale as numpy's float64": lambda c: {"scale": np.float64(K**-0.5)},
     "a tensor subclass": lambda c: {"q": c["q"].as_subclass(type("Mine", (Tensor,), {}))},
     "a negated view": lambda c: {"v": torch.complex(c["v"], -c["v"]).conj().imag},
+    "a buffer with a stride of 0 along B": lambda c: {
+        "out": flat(T * HV * V).as_strided((1, T, HV, V), (0, HV * V, V, 1))
+    },
     "buffers transposed in memory": lambda c: {n: c[n].mT.contiguous().mT for n in BUFFERS},
     "q expanded along B": lambda c: {"q": c["q"][:1].expand(1, -1, -1, -1)},
 }
@@ -542,6 +547,14 @@ def test_state_updated_in_place():
     assert torch.equal(result.o, separate.o)
 
 
+def test_empty_inputs_in_the_memory_of_a_buffer():
+    """No element is shared where there is none."""
+    call = inputs(T=0)
+    final = flat(1, HV, V, K) + 7
+    call["g"] = final.flatten()[:0].view(1, 0, HV, K)
+    assert kda.fwd(**call, final_state=final).final_state.count_nonzero() == 0
+
+
 def test_buffers_side_by_side_in_one_memory():
     """Views that interleave without sharing an element are not an alias."""
     memory = flat(1, T, HV, 2 * V)
@@ -549,6 +562,55 @@ def test_buffers_side_by_side_in_one_memory():
     call = inputs() | {"v": memory[..., :V], "out": memory[..., V:]}
     assert torch.equal(kda.fwd(**call).o, kda.fwd(**inputs()).o)
     assert torch.equal(memory[..., :V], inputs()["v"])
+
+
+GATES: dict[str, tuple[tuple[str, ...], GateKind]] = {
+    "bounded, all": (("lower_bound", "A_log", "dt_bias"), GateKind.BOUNDED),
+    "bounded, no A_log": (("lower_bound", "dt_bias"), GateKind.BOUNDED),
+    "bounded, no bias": (("lower_bound", "A_log"), GateKind.BOUNDED),
+    "bounded alone": (("lower_bound",), GateKind.BOUNDED),
+    "softplus, bias": (("A_log", "dt_bias"), GateKind.SOFTPLUS),
+    "softplus": (("A_log",), GateKind.SOFTPLUS),
+    "given": ((), GateKind.GIVEN),
+}
+
+
+@pytest.mark.parametrize(("arguments", "kind"), GATES.values(), ids=GATES)
+def test_gate_kinds(arguments, kind):
+    """Told by which arguments are given; every combination but a bias alone is legal."""
+    call = inputs()
+    call |= {name: None for name in ("lower_bound", "A_log", "dt_bias") if name not in arguments}
+    facts = kda.api.gather(**call)[0].facts
+    assert facts.gate is kind
+    assert facts.lower_bound == call["lower_bound"]
+    assert (facts.A_log_dtype is None) == (call["A_log"] is None)
+    assert (facts.dt_bias_dtype is None) == (call["dt_bias"] is None)
+
+
+@pytest.mark.parametrize("sigmoid, negative", [(True, True), (True, False), (False, False)])
+def test_beta_flags(sigmoid, negative):
+    facts = kda.api.gather(**inputs(), use_beta_sigmoid=sigmoid, allow_neg_eigval=negative)[0].facts
+    assert (facts.use_beta_sigmoid, facts.allow_neg_eigval) == (sigmoid, negative)
+
+
+def test_facts_of_a_call():
+    call = full() | {"g": full()["g"].double(), "dt_bias": full()["dt_bias"].bfloat16().flatten()}
+    call["q"] = torch.stack([call["q"]] * 2, -1)[..., 0]
+    call["v"] = call["v"].transpose(1, 2).contiguous().transpose(1, 2)  # its last dimension is contiguous
+    problem, impl = kda.api.gather(**call, batch_invariant=True, use_qk_l2norm=False, impl="recurrent")
+    assert impl == "recurrent"
+    assert problem.A_log.shape == (HV,)
+    assert problem.dt_bias.shape == (HV, K)
+    expected = {"device": "cpu", "capability": None, "B": 1, "T": T, "H": H, "HV": HV, "K": K, "V": V, "N": N}
+    expected |= {"varlen": True, "initial_state": True, "final_state": True, "state_dtype": torch.float32}
+    expected |= {"dtype": torch.float32, "g_dtype": torch.float64, "beta_dtype": torch.float32}
+    expected |= {"A_log_dtype": torch.float32, "dt_bias_dtype": torch.bfloat16, "gate": GateKind.BOUNDED}
+    expected |= {"lower_bound": -5.0, "use_qk_l2norm": False, "batch_invariant": True, "strided": ("q",)}
+    assert {name: getattr(problem.facts, name) for name in expected} == expected
+    one = kda.api.gather(**inputs(2, K=1, V=1))[0].facts
+    assert (one.B, one.N, one.varlen, one.initial_state, one.final_state) == (2, 2, False, False, False)
+    narrow = inputs(K=1) | {"g": flat(1, T, HV, 2)[..., :1].as_strided((1, T, HV, 1), (T * HV * 2, HV * 2, 2, 2))}
+    assert kda.api.gather(**narrow)[0].facts.strided == ()
 
 
 def test_double_precision():

@@ -58,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kda.cli import demo
 
         return 0 if demo.run(console) else 1
+    if args.command in ("fuzz", "replay"):
+        import torch
+
+        torch.set_num_threads(1)  # the oracle's matrices are tiny: a second thread only waits
     if args.command == "fuzz":
         from kda.cli import fuzz
 

@@ -47,7 +47,7 @@ def _rounding(facts: Facts) -> Rounding:
     fp32 = unit_roundoff(torch.float32)
     return Rounding(
         operand=unit_roundoff(torch.bfloat16) if bf16 else 8 * fp32,  # fp16 and fp32: 3xTF32
-        inverse=unit_roundoff(torch.float16) if bf16 and facts.use_qk_l2norm else 8 * fp32,
+        inverse=unit_roundoff(torch.float16) if bf16 else 8 * fp32,
         gate=2.0**-21,  # exp and log of the device, and sums of two fp16 terms
         state=fp32,
         output=unit_roundoff(facts.dtype),

@@ -30,8 +30,7 @@ def fwd(problem: Problem) -> Output:
     C = config.chunk
     bf16 = facts.dtype == torch.bfloat16
     operand = math.BF16 if bf16 else math.FP32
-    # With keys of norm 1 no entry of the inverse exceeds the largest beta, 2: fp16 holds it.
-    inverse = math.FP16 if bf16 and facts.use_qk_l2norm else math.FP32
+    inverse = math.FP16 if bf16 else math.FP32
     anchored = anchored_rows(facts)
     cu_seqlens = problem.layout.cu_seqlens
     slots = T // C + N if facts.varlen else B * triton.cdiv(T, C)
@@ -95,12 +94,12 @@ def fwd(problem: Problem) -> Output:
                 int(problem.A_log is not None),
                 int(problem.dt_bias is not None),
                 int(facts.use_beta_sigmoid),
+                int(facts.use_qk_l2norm),
                 BK=config.block_k,
                 ANCHORED=anchored,
                 FIRST_LEVEL=max(anchored.bit_length() - 1, 0),
                 LEVELS=C.bit_length() - 1,
                 GATE=_GATES[facts.gate],
-                L2NORM=facts.use_qk_l2norm,
                 INVERSE=inverse,
                 TWO_TERMS=not bf16,
                 num_warps=config.prepare_warps,

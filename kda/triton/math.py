@@ -89,8 +89,14 @@ def log_decay(g, A_log, dt_bias, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def inverse_norm(sum_of_squares):
-    return 1.0 / tl.sqrt(sum_of_squares + _EPS)
+def split_norm(square, normalise):
+    """Rows as norm times unit vector, from their sums of squares: the norm to keep, and the factor that gives the unit.
+
+    The norm to keep is 1 where rows are normalised.
+    """
+    norm = tl.where(normalise != 0, 1.0, tl.sqrt(square))
+    unit = 1.0 / tl.where(normalise != 0, tl.sqrt(square + _EPS), tl.maximum(norm, 1e-18))
+    return norm, unit
 
 
 @triton.jit
@@ -107,7 +113,7 @@ def cumulative(a, TWO_TERMS: tl.constexpr):
 
 
 @triton.jit
-def since(anchor, F, R, sums, rest, d, KW, TWO_TERMS: tl.constexpr):
+def since(anchor, F, R, sums, rest, d, KW: tl.constexpr, TWO_TERMS: tl.constexpr):
     """F_i - F_c for row c = anchor[i] of the chunk: [C, channels], <= 0 where the anchor is earlier.
 
     F and R are the chunk's two terms in registers; `sums` and `rest` hold them in memory, visible to the whole program.

@@ -19,11 +19,11 @@ from kda.triton.math import (
     dot,
     exp,
     indices,
-    inverse_norm,
     log_decay,
     sequence_of,
     sigmoid,
     since,
+    split_norm,
 )
 
 
@@ -93,8 +93,9 @@ def prepare_kernel(
     has_A_log,
     has_bias,
     is_logit,
+    normalise,
     K,
-    KW,  # row length of the workspace
+    KW: tl.constexpr,  # row length of the workspace
     BK: tl.constexpr,
     C: tl.constexpr,
     ANCHORED: tl.constexpr,  # rows per directly anchored block, or 0
@@ -102,7 +103,6 @@ def prepare_kernel(
     LEVELS: tl.constexpr,  # log2(C)
     GATE: tl.constexpr,
     VARLEN: tl.constexpr,
-    L2NORM: tl.constexpr,
     OPERAND: tl.constexpr,
     INVERSE: tl.constexpr,
     TWO_TERMS: tl.constexpr,
@@ -147,27 +147,27 @@ def prepare_kernel(
     weight = tl.where(is_logit != 0, sigmoid(weight), weight)
     weight = tl.where(live, beta_factor * weight, 0.0)
 
-    q_scale = tl.zeros((C,), tl.float32) + 1.0
-    k_scale = tl.zeros((C,), tl.float32) + 1.0
-    if L2NORM:
-        q_square = tl.zeros((C,), tl.float32)
-        k_square = tl.zeros((C,), tl.float32)
-        for first in range(0, K, BK):
-            d = first + indices(BK, WIDE)
-            mask = live[:, None] & (d < K)[None, :]
-            q_tile = tl.load(q + rows[:, None] * q_t + d[None, :] * q_d, mask=mask, other=0.0).to(tl.float32)
-            k_tile = tl.load(k + rows[:, None] * k_t + d[None, :] * k_d, mask=mask, other=0.0).to(tl.float32)
-            q_square += tl.sum(q_tile * q_tile, axis=1)
-            k_square += tl.sum(k_tile * k_tile, axis=1)
-        q_scale *= inverse_norm(q_square)
-        k_scale *= inverse_norm(k_square)
+    q_square = tl.zeros((C,), tl.float32)
+    k_square = tl.zeros((C,), tl.float32)
+    for first in range(0, KW, BK):
+        d = first + indices(BK, WIDE)
+        mask = live[:, None] & (d < K)[None, :]
+        q_tile = tl.load(q + rows[:, None] * q_t + d[None, :] * q_d, mask=mask, other=0.0).to(tl.float32)
+        k_tile = tl.load(k + rows[:, None] * k_t + d[None, :] * k_d, mask=mask, other=0.0).to(tl.float32)
+        q_square += tl.sum(q_tile * q_tile, axis=1)
+        k_square += tl.sum(k_tile * k_tile, axis=1)
+    # The triangle and its inverse are made of unit vectors also where q and k are taken as they are: with keys n k_unit
+    # the update is that of k_unit with weight beta n^2, up to a factor n for each row of Ak and each column of Aq. So no
+    # entry of the inverse exceeds the largest weight, 2 for any recurrence that does not grow, and fp16 holds it.
+    q_norm, q_unit = split_norm(q_square, normalise)
+    k_norm, k_unit = split_norm(k_square, normalise)
 
     # L[i, j] = sum_c k_ic k_jc exp(G_ic - G_jc) below the diagonal; M the same for q, with the diagonal.
     L = tl.zeros((C, C), tl.float32)
     M = tl.zeros((C, C), tl.float32)
     diagonal = tl.zeros((C,), tl.float32)
     last = tl.minimum(stop - start, C).to(tl.int32) - 1
-    for first in range(0, K, BK):
+    for first in range(0, KW, BK):
         d = first + indices(BK, WIDE)
         inside = d < K
         in_work = d < KW
@@ -208,43 +208,43 @@ def prepare_kernel(
             L += tl.where(pairs, dot(ke, columns, OPERAND, INTERPRET), 0.0)
             M += tl.where(pairs, dot(q_tile.to(tl.float32) * e, columns, OPERAND, INTERPRET), 0.0)
 
-        k_unit = k_tile.to(tl.float32) * k_scale[:, None]
+        k_hat = k_tile.to(tl.float32) * k_unit[:, None]
         e = exp(-tl.abs(since(i * 0 + last, F, R, sums, rest, d, KW, TWO_TERMS)))
-        tl.store(Ak + at, cast(k_unit * e, Ak.dtype.element_ty, INTERPRET), mask=work_mask)  # Kr, until A is known
+        tl.store(Ak + at, cast(k_hat * e, Ak.dtype.element_ty, INTERPRET), mask=work_mask)  # Kr, until T is known
         if TWO_TERMS:
             F += R
         e = exp(F)
-        tl.store(Kd + at, cast(k_unit * e, Kd.dtype.element_ty, INTERPRET), mask=work_mask)
-        q_unit = q_tile.to(tl.float32) * (q_scale * scale)[:, None]
-        tl.store(Qd + at, cast(q_unit * e, Qd.dtype.element_ty, INTERPRET), mask=work_mask)
+        tl.store(Kd + at, cast(k_hat * k_norm[:, None] * e, Kd.dtype.element_ty, INTERPRET), mask=work_mask)
+        q_hat = q_tile.to(tl.float32) * (q_unit * q_norm * scale)[:, None]
+        tl.store(Qd + at, cast(q_hat * e, Qd.dtype.element_ty, INTERPRET), mask=work_mask)
         total = tl.load(sums + last * KW + d, mask=in_work, other=0.0)
         if TWO_TERMS:
             total += tl.load(rest + last * KW + d, mask=in_work, other=0.0)
         tl.store(decay + d, exp(total), mask=in_work)
-    L *= k_scale[:, None] * k_scale[None, :]
-    M = (M + tl.where(i == j, diagonal[:, None], 0.0)) * (q_scale[:, None] * k_scale[None, :])
+    L *= k_unit[:, None] * k_unit[None, :]
+    M = (M + tl.where(i == j, diagonal[:, None], 0.0)) * (q_unit[:, None] * k_unit[None, :])
 
-    # A = (I + diag(beta) L)^-1 diag(beta), by the same doubling: T <- T - T X T.
-    X = L * weight[:, None]
+    # T = (I + diag(beta) L)^-1 by the same doubling: T <- T - T X T. Then Aq = M T diag(beta), Ak = diag(beta) T^T Kr.
+    X = L * (weight * k_norm * k_norm)[:, None]
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(_paired(i, j, 1), X, 0.0)
     for level in range(1, LEVELS):
         below = tl.where(_paired(i, j, 1 << level), X, 0.0)
         inverse -= dot(inverse, dot(below, inverse, INVERSE, INTERPRET), INVERSE, INTERPRET)
-    A = inverse * weight[None, :]
-    product = scale * dot(M, A, INVERSE, INTERPRET)
-    tl.store(Aq + i * C + j, cast(product, Aq.dtype.element_ty, INTERPRET), mask=live[:, None])
+    weight *= k_norm
+    aq = dot(M, inverse, INVERSE, INTERPRET) * ((scale * q_norm)[:, None] * weight[None, :])
+    tl.store(Aq + i * C + j, cast(aq, Aq.dtype.element_ty, INTERPRET), mask=live[:, None])
 
     tl.debug_barrier()  # Kr was stored by other threads than will load it
-    A = tl.trans(A)
-    for first in range(0, K, BK):
+    inverse = tl.trans(inverse)
+    for first in range(0, KW, BK):
         d = first + indices(BK, WIDE)
         work_mask = live[:, None] & (d < KW)[None, :]
         at = i * KW + d[None, :]
         Kr = tl.load(Ak + at, mask=work_mask, other=0.0).to(tl.float32)
-        if OPERAND == BF16:  # Kr is one bf16 term already; A keeps two
-            A_high = cast(A, tl.bfloat16, INTERPRET).to(tl.float32)
-            ak = dot(A_high, Kr, BF16, INTERPRET) + dot(A - A_high, Kr, BF16, INTERPRET)
+        if OPERAND == BF16:  # Kr is one bf16 term already; the inverse keeps two
+            high = cast(inverse, tl.bfloat16, INTERPRET).to(tl.float32)
+            ak = dot(high, Kr, BF16, INTERPRET) + dot(inverse - high, Kr, BF16, INTERPRET)
         else:
-            ak = dot(A, Kr, FP32, INTERPRET)
+            ak = dot(inverse, Kr, FP32, INTERPRET)
         tl.debug_barrier()
-        tl.store(Ak + at, cast(ak, Ak.dtype.element_ty, INTERPRET), mask=work_mask)
+        tl.store(Ak + at, cast(ak * weight[:, None], Ak.dtype.element_ty, INTERPRET), mask=work_mask)

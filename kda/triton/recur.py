@@ -46,7 +46,7 @@ def recur_kernel(
     has_final,
     K,
     V,
-    KW,  # row length of the workspace
+    KW: tl.constexpr,  # row length of the workspace
     KP: tl.constexpr,  # K rounded up to a power of two
     BV: tl.constexpr,
     C: tl.constexpr,
