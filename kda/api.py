@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from kda import dispatch, validate
-from kda.problem import Output, Problem
+from kda.problem import Implementation, Output, Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,7 +118,16 @@ def fwd(
         allow_neg_eigval=allow_neg_eigval,
         batch_invariant=batch_invariant,
     )
-    return dispatch.choose(problem.facts, impl).fwd(problem)
+    return _run(dispatch.choose(problem.facts, impl), problem)
+
+
+def _run(implementation: Implementation, problem: Problem) -> Output:
+    """Run it with autocast off: inputs are taken as they come, and products keep the precision declared for them."""
+    device = problem.facts.device
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return implementation.fwd(problem)
+    return implementation.fwd(problem)
 
 
 def _same_arguments(like: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:

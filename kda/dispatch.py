@@ -58,7 +58,8 @@ class Explanation:
             elif name == self.chosen:
                 status = "chosen. " + " ".join(self.notes[name])
             elif name in self.auto:
-                status = "could run; a faster one is chosen. " + " ".join(self.notes[name])
+                first = f"; {self.chosen} comes first" if self.chosen in self.auto else ""
+                status = f"could run{first}. " + " ".join(self.notes[name])
             else:
                 status = "could run; only by name. " + " ".join(self.notes[name])
             lines.append(f"{name:<10} {status.rstrip()}")
@@ -90,16 +91,21 @@ def implementations() -> list[Availability]:
     return rows
 
 
+@lru_cache
+def _missing(name: str) -> str | None:
+    return implementation(name).unavailable()
+
+
 @lru_cache(maxsize=4096)
 def _reasons(name: str, facts: Facts) -> tuple[str, ...]:
-    impl = implementation(name)
-    missing = impl.unavailable()
+    impl, missing = implementation(name), _missing(name)
     return (*impl.reasons(facts), *([missing] if missing else ()))
 
 
 def forget() -> None:
     """Drop what is remembered about availability, after something was installed or built in this process."""
     _reasons.cache_clear()
+    _missing.cache_clear()
 
 
 def explain_facts(facts: Facts, impl: str = "auto") -> Explanation:
@@ -117,13 +123,15 @@ def choose(facts: Facts, impl: str = "auto") -> Implementation:
     candidates = AUTO.get(facts.device, ()) if impl == "auto" else (impl,)
     for name in candidates:
         if not _reasons(name, facts):
-            _log_once(name, replace(facts, B=0, T=0, N=0))
+            if log.isEnabledFor(logging.INFO):
+                _log_once(name, replace(facts, B=0, T=0, N=0))
             return implementation(name)
-    if impl != "auto":
-        reasons = {impl: _reasons(impl, facts)}
-        raise Unsupported(f"impl={impl!r} cannot run this call:", reasons)
     reasons = {name: _reasons(name, facts) for name in TABLE}
     able = [name for name, listed in reasons.items() if not listed]
+    if impl != "auto":
+        hint = f"; {', '.join(able)} could" if able else ""
+        listed = {impl: reasons.pop(impl), **reasons}
+        raise Unsupported(f"impl={impl!r} cannot run this call{hint}:", {n: r for n, r in listed.items() if r})
     hint = f" impl={able[0]!r} can, in plain PyTorch." if able else ""
     where = f"on a {facts.device} tensor auto takes {' or '.join(candidates) or 'nothing'}"
     raise Unsupported(f"no implementation for this call: {where}.{hint}", {n: r for n, r in reasons.items() if r})

@@ -9,13 +9,6 @@ from kda.numerics import MAX_EXP
 from kda.problem import Facts, GateKind, Problem
 
 
-def gate_kind(lower_bound: float | None, A_log: object | None) -> GateKind:
-    """Which gate the arguments ask for: a bound makes it bounded, else A_log makes it softplus, else g is the decay."""
-    if lower_bound is not None:
-        return GateKind.BOUNDED
-    return GateKind.GIVEN if A_log is None else GateKind.SOFTPLUS
-
-
 def log_decay(
     g: Tensor, kind: GateKind, lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None
 ) -> Tensor:

@@ -36,6 +36,13 @@ class GateKind(enum.Enum):
     GIVEN = "given"  # g
 
 
+def gate_kind(lower_bound: float | None, A_log: object | None) -> GateKind:
+    """Which gate the arguments ask for: a bound makes it bounded, else A_log makes it softplus, else g is the decay."""
+    if lower_bound is not None:
+        return GateKind.BOUNDED
+    return GateKind.GIVEN if A_log is None else GateKind.SOFTPLUS
+
+
 class Span(NamedTuple):
     """Tokens `start:stop` of batch row `row`: one sequence."""
 

@@ -10,8 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from kda.gate import gate_kind
-from kda.problem import Facts, GateKind, Layout, Problem
+from kda.problem import Facts, GateKind, Layout, Problem, gate_kind
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FLOAT_NAMES = "bfloat16, float16, float32 or float64"
@@ -24,8 +23,11 @@ def _name(dtype: torch.dtype) -> str:
 def _require_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}; call .to_dense() first")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(
+            f"{name}: expected a dense tensor, got {kind}; make it dense first, with .to_dense() or by packing"
+        )
 
 
 def _require_shape(name: str, value: Tensor, symbols: str, expected: tuple[int, ...], hint: str = "") -> None:
@@ -52,18 +54,75 @@ def _require_flag(name: str, value: object) -> None:
 def _require_real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}; for a tensor pass x.item()")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a finite number, got an integer beyond any float") from None
+
+
+def _require_range(name: str, value: float, q: Tensor) -> None:
+    """Finite, also in the precision that the call is computed in."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if not abs(value) <= torch.finfo(dtype).max:
+        raise ValueError(f"{name}: expected a finite number within {_name(dtype)}, got {value}")
+
+
+def _axes(x: Tensor) -> list[tuple[int, int]]:
+    """(stride, size) of every axis that moves, smallest stride first, in elements."""
+    return sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+
+
+def _reach(axes: list[tuple[int, int]]) -> int:
+    """Offset of the last element."""
+    return sum(stride * (size - 1) for stride, size in axes)
+
+
+def _repeats_itself(x: Tensor) -> bool:
+    """Whether two indices may share an element: an axis that does not step over all the smaller ones."""
+    axes = _axes(x)
+    return any(stride <= _reach(axes[:n]) for n, (stride, _) in enumerate(axes))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share memory. Exact for views side by side in rows of one tensor, else by range."""
+    if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
+        return False
+    (a_start, a_axes, a_size), (b_start, b_axes, b_size) = (
+        (x.data_ptr(), [(stride * x.element_size(), n) for stride, n in _axes(x)], x.element_size()) for x in (a, b)
+    )
+    if a_start + _reach(a_axes) + a_size <= b_start or b_start + _reach(b_axes) + b_size <= a_start:
+        return False
+    for row in {stride for stride, _ in a_axes + b_axes if stride > 0}:
+        # Seen modulo a common row length, each is an interval, unless an axis cuts across the rows.
+        intervals = []
+        for start, axes, size in ((a_start, a_axes, a_size), (b_start, b_axes, b_size)):
+            inner = [axis for axis in axes if axis[0] % row]
+            first = (start - a_start) % row
+            intervals.append((first, first + _reach(inner) + size))
+        (a_first, a_end), (b_first, b_end) = intervals
+        if max(a_end, b_end) <= row and (a_end <= b_first or b_end <= a_first):
+            return False
+    return True
+
+
+def _same(a: Tensor | None, b: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same order."""
+    return a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _require_writable(name: str, buffer: Tensor, readers: dict[str, Tensor]) -> None:
-    """A buffer may be strided, but must not write one element twice nor start on a tensor that is still to be read."""
-    if buffer.numel() == 0:
-        return
-    if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-        raise ValueError(f"{name}: expected a buffer with one element per index, got an expanded view; clone() it")
+    """A buffer may be strided, but must not hold an element twice nor lie on a tensor that is still to be read."""
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name}: expected a normal tensor, got one made in inference mode; call inside inference mode"
+        )
+    if _repeats_itself(buffer):
+        raise ValueError(
+            f"{name}: expected a buffer with one element per index, got an expanded or overlapping view; clone() it"
+        )
     for other, tensor in readers.items():
-        if tensor.numel() and tensor.data_ptr() == buffer.data_ptr():
-            raise ValueError(f"{name}: expected memory of its own, got the memory of {other}, which is still read")
+        if _overlap(buffer, tensor):
+            raise ValueError(f"{name}: expected memory of its own, got some of {other}'s; pass a buffer elsewhere")
 
 
 def _vector(name: str, value: Tensor | None, symbols: str, shape: tuple[int, ...], hint: str) -> Tensor | None:
@@ -95,7 +154,7 @@ def _cu_seqlens(value: Tensor, q: Tensor) -> None:
 
 
 def _checking() -> bool:
-    return os.environ.get("KDA_CHECK", "0") not in ("", "0")
+    return os.environ.get("KDA_CHECK", "").lower() not in ("", "0", "false", "no", "off")
 
 
 def _contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -> None:
@@ -105,11 +164,6 @@ def _contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -
         raise ValueError(
             "KDA_CHECK: expected no CUDA graph capture while it is set, got one; it reads tensors on the host. "
             "Unset KDA_CHECK to capture"
-        )
-    if checking and kind is GateKind.GIVEN and bool((g > 0).any()):
-        raise ValueError(
-            f"g: expected log decays <= 0 when neither lower_bound nor A_log is given, got {g.max().item()}; "
-            "pass the activated gate, or A_log for the raw one"
         )
     if cu_seqlens is not None and (checking or q.device.type == "cpu"):
         offsets = cu_seqlens.tolist()
@@ -123,6 +177,13 @@ def _contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -
                 )
         if offsets[-1] > q.shape[1]:
             raise ValueError(f"cu_seqlens: expected to end at most at T = {q.shape[1]}, got {offsets[-1]}")
+    if checking and kind is GateKind.GIVEN:
+        inside = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]  # padding may hold anything
+        if bool((inside > 0).any()):
+            raise ValueError(
+                f"g: expected log decays <= 0 when neither lower_bound nor A_log is given, got {inside.max().item()}; "
+                "pass the activated gate, or A_log for the raw one"
+            )
 
 
 def forward(
@@ -211,11 +272,11 @@ def forward(
     if scale is None:
         scale = K**-0.5
     scale = _require_real("scale", scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+    _require_range("scale", scale, q)
     if lower_bound is not None:
         lower_bound = _require_real("lower_bound", lower_bound)
-        if not math.isfinite(lower_bound) or lower_bound > 0:
+        _require_range("lower_bound", lower_bound, q)
+        if lower_bound > 0:
             raise ValueError(
                 f"lower_bound: expected a finite number <= 0, got {lower_bound}; "
                 "it is the strongest log decay per token, such as -5"
@@ -266,7 +327,8 @@ def forward(
             )
         readers = dict(inputs)
         if name == "final_state":
-            readers.pop("initial_state", None)  # updating a state in place is a normal thing to do
+            if initial_state is not None and _same(final_state, initial_state):
+                readers.pop("initial_state")  # updating a state in place is a normal thing to do
             if out is not None:
                 readers["out"] = out
         _require_writable(name, buffer, readers)

@@ -51,7 +51,8 @@ FAULTS = {
         causality,
     ),
     "gate off by 0.5 %": Fault(
-        {"    # One token is a block of its own": "    a = 1.005 * a\n    # One token is a block of its own"}, named("only decay")
+        {"    # One token is a block of its own": "    a = 1.005 * a\n    # One token is a block of its own"},
+        named("only decay"),
     ),
     "state kept in bf16": Fault(
         {"        state = S if everyone": "        S = S.bfloat16().to(S.dtype)\n        state = S if everyone"},

@@ -10,9 +10,9 @@ import torch
 from targets import device, implementations, kernels
 
 import kda
-from kda.gate import gate_kind, log_decay
+from kda.gate import log_decay
 from kda.numerics import exponent_margin
-from kda.problem import GateKind
+from kda.problem import GateKind, gate_kind
 from kda.testing.cases import Case, arguments
 from kda.testing.judge import check, facts_of
 from kda.triton.config import ANCHORED_MARGIN, ANCHORED_ROWS, anchored_rows

@@ -7,6 +7,7 @@ import platform
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kda import __version__, dispatch
@@ -38,7 +39,7 @@ def run(console: Console) -> int:
         if row.name == explanation.chosen:
             status = "[green]chosen by auto"
         elif reasons:
-            status = "[red]" + " ".join(reasons)
+            status = "[red]" + escape(" ".join(reasons))
         else:
             status = "runs; by name"
         table.add_row(row.name, status, row.summary)

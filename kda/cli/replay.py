@@ -16,20 +16,25 @@ def run(console: Console, text: str, impl: str | None) -> int:
     try:
         case = Case.parse(text)
     except ValueError as error:
-        console.print(f"[red]{error}", highlight=False)
+        console.print(str(error), style="red", markup=False, highlight=False)
         return 2
     table = Table("implementation", "sigma o", "sigma state", "RMS o", "RMS state", "worst o at", "worst state at")
     status = 2
     for name in [impl] if impl else list(dispatch.TABLE):
         why = reasons(case, name)
         if why:
-            console.print(f"{name} cannot run it: {' '.join(why)}")
+            console.print(f"{name} cannot run it: {' '.join(why)}", markup=False)
             continue
-        d = judge(case, name)
+        try:
+            d = judge(case, name)
+        except Exception as error:  # an implementation that raises is a finding like any other
+            console.print(f"{name} raised {type(error).__name__}: {error}", style="red", markup=False)
+            status = 1
+            continue
         status = max(0 if status == 2 else status, 0 if d.accepted else 1)
         numbers = (f"{d.sigma_o:.3g}", f"{d.sigma_state:.3g}", f"{d.rms_o:.2e}", f"{d.rms_state:.2e}")
         table.add_row(name, *numbers, str(d.where_o), str(d.where_state), style=None if d.accepted else "red")
-    console.print(repr(case), highlight=False, soft_wrap=True)
+    console.print(repr(case), markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"accepted: within {SIGMAS:g} standard deviations")
     return status

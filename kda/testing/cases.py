@@ -31,8 +31,8 @@ class Case:
               NaN; otherwise all are equal and each is a batch row.
     decay:    regime of the gate: usual (the benchmark's), slow (half-lives up to thousands of tokens), "bias x"
               (dt_bias is x), "raw x" (every raw gate is x), mixed (one gate per channel, far apart), strong (the
-              bound, or -8), none (no decay), saturated (raw gates of +-1e4, A_log of +-100), resets (slow with some tokens at -1e3,
-              -1e6 or -inf, as far as the gate reaches). A given gate takes the log decay softplus(raw) instead.
+              bound, or -8), none (no decay), saturated (raw gates of +-1e4, A_log of +-100), resets (slow with some
+              tokens at -1e3, -1e6 or -inf, as far as the gate reaches). A given gate takes the log decay softplus(raw) instead.
     keys:     random; mild, close (a common key plus noise of 1, of 0.3); repeated (one key); alternating (two keys);
               one-hot.
     beta:     regime of the weight: random, firm (logit 1), strong (3), full (8), weak (-6), zero, saturated (+-1e4).
@@ -72,8 +72,32 @@ class Case:
         return self.H * self.group
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, example = getattr(self, field.name), field.default
+            if type(value) is not type(example) and not (isinstance(example, float) and type(value) is int):
+                raise ValueError(f"{field.name}: expected {type(example).__name__}, got {value!r}")
+        if not all(type(n) is int and n >= 0 for n in self.lengths):
+            raise ValueError(f"lengths: expected non-negative integers, got {self.lengths}")
+        for name in ("H", "group", "K", "V"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.padding < 0 or self.lower_bound > 0:
+            raise ValueError(f"expected padding >= 0 and lower_bound <= 0, got {self.padding}, {self.lower_bound}")
+        choices = {
+            "dtype": tuple(DTYPES),
+            "state_dtype": tuple(DTYPES),
+            "index_dtype": ("int32", "int64"),
+            "gate": GATES,
+            "decay": DECAYS,
+            "keys": KEYS,
+            "beta": BETAS,
+            "strides": STRIDES,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if not self.packed and (len(set(self.lengths)) > 1 or self.padding):
-            raise ValueError(f"Case: lengths of a batch are equal and need no padding, got {self.lengths}")
+            raise ValueError(f"lengths: those of a batch are equal and need no padding, got {self.lengths}")
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -85,12 +109,14 @@ class Case:
             if call.args or any(word.arg is None for word in call.keywords):
                 raise ValueError("expected keyword arguments only")
             given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            if len(given) < len(call.keywords):
+                raise ValueError("a field is given twice")
             unknown = set(given) - {f.name for f in fields(cls)}
             if unknown:
                 raise ValueError(f"unknown fields {sorted(unknown)}")
-        except (SyntaxError, ValueError) as error:
+            return cls(**given)
+        except (SyntaxError, TypeError, ValueError) as error:
             raise ValueError(f"case: expected the text of a Case(...), got {text!r}: {error}") from error
-        return cls(**given)
 
     def __repr__(self) -> str:
         changed = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)

@@ -156,9 +156,10 @@ def prepare_kernel(
         k_tile = tl.load(k + rows[:, None] * k_t + d[None, :] * k_d, mask=mask, other=0.0).to(tl.float32)
         q_square += tl.sum(q_tile * q_tile, axis=1)
         k_square += tl.sum(k_tile * k_tile, axis=1)
-    # The triangle and its inverse are made of unit vectors also where q and k are taken as they are: with keys n k_unit
-    # the update is that of k_unit with weight beta n^2, up to a factor n for each row of Ak and each column of Aq. So no
-    # entry of the inverse exceeds the largest weight, 2 for any recurrence that does not grow, and fp16 holds it.
+    # The triangle and its inverse are made of unit vectors also where q and k are taken as they are: with keys
+    # n k_unit the update is that of k_unit with weight beta n^2, up to a factor n for each row of Ak and each column
+    # of Aq. So no entry of the inverse exceeds the largest weight, 2 for any recurrence that does not grow, and fp16
+    # holds it.
     q_norm, q_unit = split_norm(q_square, normalise)
     k_norm, k_unit = split_norm(k_square, normalise)
 

@@ -1,0 +1,44 @@
+# make demo, make test: each sets up all it needs in a virtual environment of its own.
+#   PYTHON      the interpreter, 3.11 or newer                     make test PYTHON=python3.12
+#   VENV        where the environment lives                        make test VENV=/tmp/kda
+#   VENV_ARGS   for example --system-site-packages, to use the torch that the system has
+#   TORCH       what to install where no torch is there yet        make test TORCH=torch==2.11.0
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+TORCH ?= torch==2.13.0
+PY := $(VENV)/bin/python
+
+.PHONY: demo test test-gpu lint fuzz bench clean
+
+demo: $(VENV)/.ready
+	$(PY) -m kda demo
+
+test: $(VENV)/.ready
+	$(PY) -m pytest -n auto
+
+# Only what runs on a GPU, in a few minutes; the big-memory tests stay in one process.
+test-gpu: $(VENV)/.ready
+	$(PY) -m pytest -m gpu -n auto --dist loadgroup
+
+lint: $(VENV)/.ready
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+fuzz: $(VENV)/.ready
+	$(PY) -m kda fuzz --seconds 600
+
+bench: $(VENV)/.ready
+	$(PY) -m kda bench
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'kda needs Python 3.11 or newer: make PYTHON=...')"
+	test -x $(PY) || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
+	$(PY) -m pip install -q -e ".[test,lint]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
