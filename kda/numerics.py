@@ -46,6 +46,7 @@ class Rounding:
     output:   `o` when it is stored.
     stored_state: `final_state` when it is stored.
     chunk:    tokens folded into one update of the state; 1 for a recurrence.
+    lost:     size below which a coefficient of the chunk's inverse (at most 2) is lost, for a format of short range.
     """
 
     operand: float
@@ -55,6 +56,7 @@ class Rounding:
     output: float
     stored_state: float
     chunk: int
+    lost: float = 0.0
 
     @classmethod
     def uniform(cls, dtype: torch.dtype, output: torch.dtype, stored_state: torch.dtype, chunk: int) -> Rounding:

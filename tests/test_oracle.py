@@ -19,6 +19,9 @@ FOUND = [
     # Decays below the smallest normal number, under values of 2^40.
     Case(lengths=(17, 65), K=7, V=1, lower_bound=-5.5, A_log=False, dt_bias=False, decay="strong", keys="one-hot",
          exponent=40, initial_state=False, use_qk_l2norm=False, use_beta_sigmoid=False),
+    # Coefficients of fully decayed tokens, below what fp16 holds.
+    Case(lengths=(16,), packed=False, H=2, K=1, V=1, A_log=False, dt_bias=False, beta="saturated", initial_state=False,
+         use_qk_l2norm=False, use_beta_sigmoid=False),
     # A batch of nothing.
     Case(lengths=(), packed=False, strides="packed"),
     # Tiles of 32 value channels in bf16 were miscompiled by Triton 3.6.

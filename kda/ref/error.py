@@ -5,9 +5,12 @@ P (K x K) of the state's error follows P <- A_t P A_t^T + (variance of the round
 standard deviation for every token's output and every key channel of the state, from nothing but the unit roundoffs an
 implementation declares (`kda.numerics.Rounding`).
 
-An implementation that folds a chunk of tokens into one update multiplies each token's residual by a coefficient that
-already holds the updates after it. What is rounded there decays to the chunk's end but is not erased by those updates:
-within a chunk the new errors follow D <- diag(exp(a_t)) D diag(exp(a_t)) + ..., and join P where the chunk ends.
+An implementation that folds a chunk of tokens into one update holds, for each token t of the chunk, the vector W_t in
+K that its residual has become by now: W_t = beta_t k_t at first, then W <- A_s W with every later token s. These are
+the rows of Ak; -beta_s k_s^T diag(exp(a_s)) W_t are the entries of the chunk's triangular inverse, q_s^T W_t those of
+Aq. Their roundings, times the residuals, join P where the chunk ends. The inverse is rounded twice: by the products
+that make it, whose errors obey the recurrence like P, and when it is used; that error decays to the chunk's end but is
+not erased by later updates: D <- diag(exp(a_t)) D diag(exp(a_t)) + (its variance along k_t).
 
 Where inputs repeat, roundings repeat: the same key gives the same rounding error, token after token, and errors add up
 in amplitude, not in variance. So tokens whose key (or gate) occurs more than once in their sequence also feed a matrix
@@ -115,6 +118,12 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
     states = initial.clone()
     var_state = torch.zeros(facts.N, HV, K, dtype=torch.float64, device=device)
     eye = torch.eye(K, dtype=torch.float64, device=device)
+
+    def folded(W: Tensor, residual: Tensor) -> Tensor:
+        """[HV, K, K] of a chunk's end: Ak and the coefficients too small for it, and the residual rounded twice."""
+        own = u2["operand"] * (W.square() * residual[:, None]).sum(-1) + rounding.lost**2 * residual.sum(-1)[:, None]
+        return own[..., None] * eye + 2 * u2["operand"] * (W * residual[:, None]) @ W.transpose(-1, -2)
+
     last = -1
     for step in recurrent.steps(problem):
         n, at = step.sequence, (step.row, step.token)
@@ -122,8 +131,13 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
             P, D = torch.zeros(2, HV, K, K, dtype=torch.float64, device=device)
             F, E = torch.zeros(2, HV, K, K + 1, dtype=torch.float64, device=device)  # amplitudes: of P, of D
             last = n
-        if (step.token - spans[n].start) % rounding.chunk == 0:
-            P, D, F, E = P + D, 0 * D, F + E, 0 * E
+            W, keys = torch.zeros(2, HV, K, rounding.chunk, dtype=torch.float64, device=device)  # keys: decayed only
+            # Mean squares of the chunk's residuals, and of what each row of the inverse makes of them.
+            residual, mixed_by = torch.zeros(2, HV, rounding.chunk, dtype=torch.float64, device=device)
+        place = (step.token - spans[n].start) % rounding.chunk
+        if place == 0:
+            P, F = P + D + folded(W, residual), F + E
+            D, E, W, keys, residual, mixed_by = (0 * x for x in (D, E, W, keys, residual, mixed_by))
             base = (states[n] / column[n][:, None]).square().mean(-1)  # [HV, K] the state at the chunk's start
         unit = column[n]
         kt, qt, bt, decay = step.k, step.q, step.beta[:, None], step.log_decay.exp()
@@ -136,40 +150,51 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         met = met + (kt.square() * torch.maximum(before, base)).sum(-1, keepdim=True)  # [HV, 1]
         written = bt.square() * kt.square() * met  # [HV, K] what the update adds to the state
 
-        # A key's element is rounded in three places (Kd, Kr, Ak); the residual in two, and in the inverse.
-        element = 3 * u2["operand"] * written
-        common = (2 * u2["operand"] + 3 * u2["inverse"]) * bt.square() * met  # [HV, 1], along k
+        # Row t of the inverse, then the residuals as they are now.
+        W, keys = decay[:, :, None] * W, decay[:, :, None] * keys
+        met_before = (bt * einsum("hi,hit->ht", kt, keys)).square() * mixed_by
+        entries = -bt * einsum("hi,hit->ht", kt, W)  # [HV, chunk]
+        W = W + kt[:, :, None] * entries[:, None, :]
+        entries[:, place], W[:, :, place], residual[:, place] = bt[:, 0], bt * kt, met[:, 0]
+        keys[:, :, place], mixed_by[:, place] = kt, (entries.square() * residual).sum(-1)
+
+        # Kr is rounded element by element; the inverse along k, where it is made and where it is used.
+        element = u2["operand"] * written
+        made = 3 * u2["inverse"] * (met_before.sum(-1, keepdim=True) + bt.square() * met)  # [HV, 1]
+        common = 3 * u2["inverse"] * mixed_by[:, place, None]  # [HV, 1]
         finite = torch.nan_to_num(step.log_decay, neginf=0.0)  # exp(-inf) is exact
-        faded = u2["gate"] * (1 + finite.square()) * before
-        kept = u2["state"] * (after + written)
+        faded = u2["gate"] * (1 + finite.square()) * torch.maximum(before, base)
+        kept = u2["state"] * (torch.maximum(after, base) + written)
 
         P = decay[:, :, None] * P * decay[:, None, :]
         w = einsum("hij,hj->hi", P, kt)
         u = bt * w - 0.5 * bt.square() * einsum("hi,hi->h", kt, w)[:, None] * kt
         P = P - kt[:, :, None] * u[:, None, :] - u[:, :, None] * kt[:, None, :]
+        P = P + made[..., None] * kt[:, :, None] * kt[:, None, :]
         D = decay[:, :, None] * D * decay[:, None, :]
         D = D + common[..., None] * kt[:, :, None] * kt[:, None, :] + (element + faded + kept)[..., None] * eye
 
         F = decay[:, :, None] * F
         F = F - (bt * kt)[:, :, None] * einsum("hi,hij->hj", kt, F)[:, None, :]
         again = repeated_k[at][:, None]
-        own = again * (3 * rounding.operand**2 * written).sqrt() + repeated_a[at][:, None] * (3 * faded).sqrt()
-        along = again * (3 * common).sqrt() * kt
+        own = again * rounding.operand * (3 * written).sqrt() + repeated_a[at][:, None] * (3 * faded).sqrt()
+        along = again * (3 * common + 2 * rounding.operand**2 * bt.square() * met).sqrt() * kt
         E = decay[:, :, None] * E + torch.cat([own[..., None] * eye, along[..., None]], -1)
 
         # The output reads the state through Qd and through Aq R, then is rounded itself.
         read = (qt.square() * (torch.maximum(before, base) + after)).sum(-1)
-        mixed = (einsum("hi,hi->h", qt, kt) * bt[:, 0]).square() * met[:, 0]
+        mixed = (einsum("hi,hit->ht", qt, W).square() * residual).sum(-1)
         var_o[at] = (
             einsum("hi,hij,hj->h", qt, P + D, qt)
             + einsum("hi,hij->hj", qt, F + E).square().sum(-1)
+            + rounding.lost**2 * residual.sum(-1) * qt.square().sum(-1)
             + 2 * u2["operand"] * read
             + 4 * u2["operand"] * mixed
             + u2["output"] * (step.o / unit).square().mean(-1)
         )
         o[at] = step.o
         states[n] = step.state
-        var_state[n] = torch.diagonal(P + D, dim1=-2, dim2=-1) + (F + E).square().sum(-1)
+        var_state[n] = torch.diagonal(P + D + folded(W, residual), dim1=-2, dim2=-1) + (F + E).square().sum(-1)
     stored = ONE * rounding.stored_state**2 * (states / column[:, :, None]).square().mean(-1)
     # A decay below the smallest normal number is lost whole, however large what it multiplies.
     flushed = torch.finfo(torch.float64 if rounding.state < unit_roundoff(torch.float32) else torch.float32).tiny

@@ -32,7 +32,8 @@ class Case:
     decay:    regime of the gate: usual (the benchmark's), slow (half-lives up to thousands of tokens), "bias x"
               (dt_bias is x), "raw x" (every raw gate is x), mixed (one gate per channel, far apart), strong (the
               bound, or -8), none (no decay), saturated (raw gates of +-1e4, A_log of +-100), resets (slow with some
-              tokens at -1e3, -1e6 or -inf, as far as the gate reaches). A given gate takes the log decay softplus(raw) instead.
+              tokens at -1e3, -1e6 or -inf, as far as the gate reaches). A given gate takes the log decay softplus(raw)
+              instead.
     keys:     random; mild, close (a common key plus noise of 1, of 0.3); repeated (one key); alternating (two keys);
               one-hot.
     beta:     regime of the weight: random, firm (logit 1), strong (3), full (8), weak (-6), zero, saturated (+-1e4).

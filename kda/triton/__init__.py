@@ -12,7 +12,7 @@ import torch
 
 from kda.numerics import Rounding, unit_roundoff
 from kda.problem import Facts, Implementation, Output, Problem
-from kda.triton.config import tiles
+from kda.triton.config import FP16_LOST, tiles
 
 MAX_CHANNELS = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,6 +53,7 @@ def _rounding(facts: Facts) -> Rounding:
         output=unit_roundoff(facts.dtype),
         stored_state=unit_roundoff(facts.state_dtype),
         chunk=tiles(facts.dtype, facts.K).chunk,
+        lost=FP16_LOST if bf16 else 0.0,
     )
 
 

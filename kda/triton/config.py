@@ -48,6 +48,10 @@ def tiles(dtype: torch.dtype, K: int) -> Tiles:
     return TABLE[dtype == torch.bfloat16, power_of_two(K)]
 
 
+#: What operands in fp16 are multiplied by, and the size below which one is lost: half of fp16's smallest number.
+FP16_SCALE = 4096.0
+FP16_LOST = 2.0**-25 / FP16_SCALE
+
 #: Rows of a diagonal block that a bounded gate may anchor once, and the bits of exponent left for its operands.
 ANCHORED_ROWS = 16
 ANCHORED_MARGIN = 120.0

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kda.numerics import L2NORM_EPS, LOG2E, LOG_DECAY_FLOOR, MAX_EXP
+from kda.triton.config import FP16_SCALE
 
 # Kinds of product: operands in bf16, in fp16, or fp32 by three TF32 products.
 BF16 = tl.constexpr(0)
@@ -18,6 +19,8 @@ _LOG2E = tl.constexpr(LOG2E)
 _EPS = tl.constexpr(L2NORM_EPS)
 _FLOOR = tl.constexpr(LOG_DECAY_FLOOR)
 _MAX_EXP = tl.constexpr(MAX_EXP)
+#: Operands in fp16 are at most 2, and products of decays small: scaled, they reach down to FP16_LOST.
+_FP16_SCALE = tl.constexpr(FP16_SCALE)
 
 
 @triton.jit
@@ -50,7 +53,7 @@ def dot(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     if KIND == BF16:
         return _dot(a, b, tl.bfloat16, INTERPRET)
     elif KIND == FP16:
-        return _dot(a, b, tl.float16, INTERPRET)
+        return _dot(a * _FP16_SCALE, b * _FP16_SCALE, tl.float16, INTERPRET) * (1.0 / (_FP16_SCALE * _FP16_SCALE))
     else:
         return tl.dot(a, b, input_precision="ieee" if INTERPRET else "tf32x3")
 
