@@ -45,8 +45,12 @@ def causality(impl: str) -> None:
 FAULTS = {
     "anchor on a future row": Fault(
         {
-            "into = forward_r.exp()": "shift = forward_r[..., -1:, :] / 2; into = (forward_r - shift).exp()",
-            "operand(k_l * reverse_l.exp())": "operand(k_l * (reverse_l + shift).exp())",
+            "decayed(pairs(reverse, b)[..., 0, :, :])": (
+                "(pairs(reverse, b)[..., 0, :, :] + pairs(forward, b)[..., 1, -1:, :] / 2).exp()"
+            ),
+            "decayed(pairs(forward, b)[..., 1, :, :])": (
+                "(pairs(forward, b)[..., 1, :, :] - pairs(forward, b)[..., 1, -1:, :] / 2).exp()"
+            ),
         },
         causality,
     ),
@@ -55,7 +59,7 @@ FAULTS = {
         named("only decay"),
     ),
     "state kept in bf16": Fault(
-        {"        state = S if everyone": "        S = S.bfloat16().to(S.dtype)\n        state = S if everyone"},
+        {"        o.update(": "        S = S.bfloat16().to(S.dtype)\n        o.update("},
         named("long memory, weak beta"),
     ),
     "a tail's last gate left out": Fault(
@@ -64,8 +68,8 @@ FAULTS = {
     ),
     "an empty sequence shifts the table": Fault(
         {
-            "S = state if everyone else state[active]": (
-                "S = state[[sum(c > 0 for c in tiles.chunks[:n]) for n in active]]"
+            "S = torch.stack([states[n] for n in active])": (
+                "S = torch.stack([states[sum(c > 0 for c in tiles.chunks[:n])] for n in active])"
             )
         },
         named("empty first, middle, last"),
@@ -81,7 +85,11 @@ FAULTS = {
         {"torch.zeros_like(below)": "1e-3 * below.transpose(-1, -2)"}, causality
     ),
     "reverse sum as total minus prefix": Fault(
-        {"reverse = join(reverse_l + total_r, reverse_r)": "reverse = join(total_l + total_r - forward_l, reverse_r)"},
+        {
+            "r = r + torch.cat([right, torch": (
+                "r[..., 0, :, :] = left[..., 0, :, :] - f[..., 0, :, :]; r = r + torch.cat([right, torch"
+            )
+        },
         lambda impl: test_gates.test_a_reset_leaves_small_decays_alone(impl, -1e6),
     ),
     "bound as a clamp": Fault(

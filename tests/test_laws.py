@@ -187,6 +187,8 @@ def test_nan_stays_in_its_sequence(impl: str, poison: float) -> None:
         poisoned[name] = args[name].clone()
         poisoned[name][:, at] = poison
         result = kda.fwd(**poisoned)
+        if poison != poison:
+            assert result.o[:, at].isnan().all(), f"NaN in {name} is not hidden either"
         untouched = torch.ones(230, dtype=torch.bool, device=device(impl))
         untouched[at - CHUNK : 190] = False
         assert_equal(result.o[:, untouched], clean.o[:, untouched])

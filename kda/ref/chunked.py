@@ -23,16 +23,21 @@ tokens up to i alone, so outputs are causal to the bit. The inverse is built in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from kda.gate import activate_beta, problem_log_decay
 from kda.numerics import CHUNK, L2NORM_EPS, Rounding
 from kda.problem import Facts, Implementation, Output, Problem
+
+#: Elements of one [chunks, HV, CHUNK, K] temporary of `prepare`.
+GROUP = 1 << 18
 
 Operand = Callable[[Tensor], Tensor]
 
@@ -83,6 +88,17 @@ def tile(problem: Problem) -> Tiles:
     return Tiles(torch.where(valid, token, 0), valid, first, chunks, full=all(x == CHUNK for x in lengths))
 
 
+def split(tiles: Tiles, channels: int) -> Iterator[Tiles]:
+    """The same chunks in groups whose temporaries stay in the cache, each with the sequences' chunks that lie in it."""
+    size = max(1, GROUP // max(1, CHUNK * channels))
+    for start in range(0, len(tiles.token), size):
+        token, valid = tiles.token[start : start + size], tiles.valid[start : start + size]
+        ends = [first + chunks for first, chunks in zip(tiles.first, tiles.chunks, strict=True)]
+        first = [max(first - start, 0) for first in tiles.first]
+        chunks = [max(min(end - start, len(token)) - at, 0) for end, at in zip(ends, first, strict=True)]
+        yield Tiles(token, valid, first, chunks, full=bool(valid.all()))
+
+
 def gather(x: Tensor, tiles: Tiles, dtype: torch.dtype) -> Tensor:
     """[B, T, H, ...] -> [X, H, CHUNK, ...] in `dtype`, zero where a chunk has no token (whatever lies there)."""
     x = x.flatten(0, 1)[tiles.token].to(dtype).transpose(1, 2)
@@ -95,15 +111,23 @@ def masked(x: Tensor, tiles: Tiles) -> Tensor:
     return torch.where(valid, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def pair(x: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """[..., CHUNK, D] -> the left and the right block of every pair of b-blocks, each [..., pairs, b, D]."""
-    left, right = rearrange(x, "... (n two b) d -> two ... n b d", two=2, b=b)
-    return left, right
+def pairs(x: Tensor, b: int) -> Tensor:
+    """[..., CHUNK, D] -> [..., pairs, 2, b, D]: the left and the right block of every pair of b-blocks."""
+    return x.unflatten(-2, (-1, 2, b))
 
 
-def join(left: Tensor, right: Tensor) -> Tensor:
-    """Inverse of `pair`."""
-    return rearrange([left, right], "two ... n b d -> ... (n two b) d")
+def doubled(forward: Tensor, reverse: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """The sums of log decays inside blocks of 2 b tokens, from those inside blocks of b."""
+    f, r = pairs(forward, b), pairs(reverse, b)
+    left, right = f[..., :1, -1:, :], f[..., 1:, -1:, :]  # totals of each block
+    f = f + torch.cat([torch.zeros_like(left), left], -3)
+    r = r + torch.cat([right, torch.zeros_like(right)], -3)
+    return f.flatten(-4, -2), r.flatten(-4, -2)
+
+
+def decayed(log: Tensor) -> Tensor:
+    """exp, with 0 for what is below the smallest normal number: a CPU is many times slower on what lies between."""
+    return threshold(log, math.log(torch.finfo(log.dtype).tiny), -math.inf).exp()
 
 
 def prepare(problem: Problem, tiles: Tiles, operand: Operand = exact, inverse: Operand = exact) -> Packets:
@@ -112,7 +136,9 @@ def prepare(problem: Problem, tiles: Tiles, operand: Operand = exact, inverse: O
     q, k = gather(problem.q, tiles, dtype), gather(problem.k, tiles, dtype)
     if facts.use_qk_l2norm:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
-    q, k = (x.repeat_interleave(problem.group(), dim=1) for x in (q * problem.scale, k))
+    q = q * problem.scale
+    if problem.group() > 1:
+        q, k = (x.repeat_interleave(problem.group(), dim=1) for x in (q, k))
     a = rearrange(gather(problem.g, tiles, dtype), "x h c k -> x c h k")
     a = rearrange(problem_log_decay(problem, a), "x c h k -> x h c k")
     beta = activate_beta(gather(problem.beta, tiles, dtype), facts)  # [X, HV, CHUNK]
@@ -125,26 +151,21 @@ def prepare(problem: Problem, tiles: Tiles, operand: Operand = exact, inverse: O
     T = torch.ones_like(M)
     b = 1
     while b < CHUNK:
-        (forward_l, forward_r), (reverse_l, reverse_r) = pair(forward, b), pair(reverse, b)
-        (_, q_r), (k_l, k_r) = pair(q, b), pair(k, b)
-        into = forward_r.exp()
-        columns = operand(k_l * reverse_l.exp()).transpose(-1, -2)
-        L_new = operand(k_r * into) @ columns  # [..., pairs, b, b]
-        M_new = operand(q_r * into) @ columns
+        left = operand(pairs(k, b)[..., 0, :, :] * decayed(pairs(reverse, b)[..., 0, :, :])).transpose(-1, -2)
+        into = decayed(pairs(forward, b)[..., 1, :, :])
+        L_new = operand(pairs(k, b)[..., 1, :, :] * into) @ left  # [..., pairs, b, b]
+        M_new = operand(pairs(q, b)[..., 1, :, :] * into) @ left
         M = blocks(M, M_new)
-        X = L_new * pair(beta[..., None], b)[1]
+        X = L_new * pairs(beta[..., None], b)[..., 1, :, :]
         T_l, T_r = T[..., 0::2, :, :], T[..., 1::2, :, :]
         T = blocks(T, -(inverse(T_r) @ inverse(inverse(X) @ inverse(T_l))))
-        # Totals of each block, then the sums of the doubled blocks.
-        total_l, total_r = forward_l[..., -1:, :], forward_r[..., -1:, :]
-        forward = join(forward_l, forward_r + total_l)
-        reverse = join(reverse_l + total_r, reverse_r)
+        forward, reverse = doubled(forward, reverse, b)
         b *= 2
 
     M, T = M.squeeze(-3), T.squeeze(-3)
     A = inverse(T * beta[..., None, :])
-    Kr = operand(k * reverse.exp())
-    e = forward.exp()
+    Kr = operand(k * decayed(reverse))
+    e = decayed(forward)
     return Packets(
         Kd=operand(k * e),
         Qd=operand(q * e),
@@ -161,31 +182,26 @@ def blocks(diagonal: Tensor, below: Tensor) -> Tensor:
     return torch.cat([top, torch.cat([below, diagonal[..., 1::2, :, :]], dim=-1)], dim=-2)
 
 
-def take(x: Tensor, indices: list[int]) -> Tensor:
-    """x[indices]; a view where they are evenly spaced, as in a batch of equal lengths."""
-    step = indices[1] - indices[0] if len(indices) > 1 else 1
-    if indices == list(range(indices[0], indices[-1] + 1, step)):
-        return x[indices[0] : indices[-1] + 1 : step]
-    return x[indices]
-
-
-def recur(packets: Packets, tiles: Tiles, state: Tensor, operand: Operand = exact) -> tuple[Tensor, Tensor]:
-    """Walk the chunks. state: [N, HV, K, V]. Returns o [X, HV, CHUNK, V] and the final states."""
-    o: list[Tensor | None] = [None] * packets.V.shape[0]
-    for step in range(max(tiles.chunks, default=0)):
+def recur(
+    packets: Packets, tiles: Tiles, states: list[Tensor], operand: Operand = exact
+) -> tuple[Tensor, list[Tensor]]:
+    """Walk the chunks, all sequences at once. states: N of [HV, K, V]. Returns o [X, HV, CHUNK, V] and new states."""
+    states = list(states)
+    o: dict[int, Tensor] = {}
+    for step in range(max(tiles.chunks)):
         active = [n for n, chunks in enumerate(tiles.chunks) if chunks > step]
         chunks = [tiles.first[n] + step for n in active]
-        everyone = len(active) == len(tiles.chunks)
-        Kd, Qd, Ak, Aq, decay, V = (take(x, chunks) for x in packets)
-        S = state if everyone else state[active]
+        at = chunks if len(chunks) > 1 else slice(chunks[0], chunks[0] + 1)  # a view, for a single sequence
+        Kd, Qd, Ak, Aq, decay, V = (x[at] for x in packets)
+        S = torch.stack([states[n] for n in active])
         rounded = operand(S)
         R = operand(V - Kd @ rounded)
         O = Qd @ rounded + Aq @ R
         S = decay[..., None] * S + Ak.transpose(-1, -2) @ R
-        state = S if everyone else state.index_copy(0, torch.tensor(active, device=S.device), S)
-        for i, chunk in enumerate(chunks):
-            o[chunk] = O[i]
-    return torch.stack([x for x in o if x is not None]) if o else packets.V, state
+        o.update(zip(chunks, O, strict=True))
+        for n, state in zip(active, S, strict=True):
+            states[n] = state
+    return torch.stack([o[chunk] for chunk in range(len(o))]), states
 
 
 def fwd(problem: Problem, operand: Operand = exact, inverse: Operand = exact) -> Output:
@@ -193,13 +209,19 @@ def fwd(problem: Problem, operand: Operand = exact, inverse: Operand = exact) ->
     facts, dtype = problem.facts, problem.compute_dtype
     tiles = tile(problem)
     if problem.initial_state is None:
-        state = torch.zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype, device=problem.q.device)
+        initial = torch.zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype, device=problem.q.device)
     else:
-        state = problem.initial_state.to(dtype).transpose(-1, -2)
-    chunks, state = recur(prepare(problem, tiles, operand, inverse), tiles, state, operand)
+        initial = problem.initial_state.to(dtype).transpose(-1, -2)
+    states = list(initial)
     o = torch.zeros(facts.B * facts.T, facts.HV, facts.V, dtype=dtype, device=problem.q.device)
-    o = o.index_put((tiles.token[tiles.valid],), chunks.transpose(1, 2)[tiles.valid])
-    return problem.output(o.reshape(problem.v.shape), state.transpose(-1, -2))
+    pieces = []
+    for part in split(tiles, facts.HV * facts.K):
+        piece, states = recur(prepare(problem, part, operand, inverse), part, states, operand)
+        pieces.append(piece.transpose(1, 2)[part.valid])
+    if pieces:
+        o.index_put_((tiles.token[tiles.valid],), torch.cat(pieces))
+    final = torch.stack(states) if states else initial
+    return problem.output(o.reshape(problem.v.shape), final.transpose(-1, -2))
 
 
 def _reasons(facts: Facts) -> list[str]:
