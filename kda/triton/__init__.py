@@ -52,7 +52,7 @@ def _rounding(facts: Facts) -> Rounding:
         state=fp32,
         output=unit_roundoff(facts.dtype),
         stored_state=unit_roundoff(facts.state_dtype),
-        chunk=tiles(facts.dtype, facts.K).chunk,
+        chunk=tiles(facts).chunk,
         lost=FP16_LOST if bf16 else 0.0,
     )
 

@@ -23,19 +23,38 @@ class Tiles:
     recur_stages: int
 
 
-#: (products in bf16, K rounded up to a power of two) -> tiles.
+#: (architecture, products in bf16, K rounded up to a power of two) -> tiles. `hopper` was tuned on an H200 and may use
+#: 227 KB of shared memory; `any` fits into the 99 KB of consumer GPUs.
 TABLE = {
-    (True, 16): Tiles(CHUNK, 16, 4, 1, 64, 4, 2),
-    (True, 32): Tiles(CHUNK, 32, 4, 1, 64, 4, 2),
-    (True, 64): Tiles(CHUNK, 64, 4, 1, 64, 4, 2),
-    (True, 128): Tiles(CHUNK, 32, 4, 1, 64, 4, 3),
-    (True, 256): Tiles(CHUNK, 32, 4, 1, 64, 8, 1),
-    (False, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
-    (False, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    (False, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    (False, 128): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    (False, 256): Tiles(CHUNK // 2, 32, 4, 1, 32, 4, 1),
+    ("hopper", True, 16): Tiles(CHUNK, 16, 4, 1, 64, 4, 2),
+    ("hopper", True, 32): Tiles(CHUNK, 32, 4, 1, 64, 4, 2),
+    ("hopper", True, 64): Tiles(CHUNK, 64, 4, 1, 64, 4, 2),
+    ("hopper", True, 128): Tiles(CHUNK, 32, 4, 1, 64, 4, 3),
+    ("hopper", True, 256): Tiles(CHUNK, 32, 4, 1, 64, 8, 1),
+    ("hopper", False, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
+    ("hopper", False, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("hopper", False, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("hopper", False, 128): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("hopper", False, 256): Tiles(CHUNK // 2, 32, 4, 1, 32, 4, 1),
+    ("any", True, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
+    ("any", True, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("any", True, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("any", True, 128): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("any", True, 256): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("any", False, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
+    ("any", False, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("any", False, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
+    ("any", False, 128): Tiles(CHUNK, 32, 4, 1, 16, 4, 1),
+    ("any", False, 256): Tiles(CHUNK // 2, 32, 4, 1, 16, 4, 1),
 }
+
+#: Shared memory of one program, bytes, that an architecture's rows may use.
+SHARED_MEMORY = {"hopper": 232448, "any": 101376}
+
+
+def architecture(capability: tuple[int, int] | None) -> str:
+    """The part of the table for a CUDA compute capability; ROCm and the interpreter have none."""
+    return "hopper" if capability is not None and capability[0] == 9 else "any"
 
 
 def power_of_two(n: int) -> int:
@@ -43,9 +62,10 @@ def power_of_two(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def tiles(dtype: torch.dtype, K: int) -> Tiles:
-    """The row of the table for q's dtype and K."""
-    return TABLE[dtype == torch.bfloat16, power_of_two(K)]
+def tiles(facts: Facts) -> Tiles:
+    """The row of the table for a call: its device, q's dtype and K."""
+    arch = "any" if facts.rocm else architecture(facts.capability)
+    return TABLE[arch, facts.dtype == torch.bfloat16, power_of_two(facts.K)]
 
 
 #: What operands in fp16 are multiplied by, and the size below which one is lost: half of fp16's smallest number.

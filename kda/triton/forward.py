@@ -26,7 +26,7 @@ def fwd(problem: Problem) -> Output:
     facts = problem.facts
     q, k, v, g, beta = problem.q, problem.k, problem.v, problem.g, problem.beta
     B, T, HV, K, V, N = facts.B, facts.T, facts.HV, facts.K, facts.V, facts.N
-    config = tiles(facts.dtype, K)
+    config = tiles(facts)
     C = config.chunk
     bf16 = facts.dtype == torch.bfloat16
     operand = math.BF16 if bf16 else math.FP32

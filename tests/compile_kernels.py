@@ -1,0 +1,104 @@
+"""Compile the Triton kernels for architectures that need not be here, and print their resources.
+
+Run as a program (`python tests/compile_kernels.py 90`): the tests interpret the kernels, and a process can do one only.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kda.triton import math
+from kda.triton.config import ANCHORED_ROWS, SHARED_MEMORY, TABLE, Tiles, architecture
+from kda.triton.prepare import prepare_kernel
+from kda.triton.recur import recur_kernel
+
+POINTERS = {
+    "cu_seqlens": "*i32",
+    "A_log": "*fp32",
+    "dt_bias": "*fp32",
+    "decay": "*fp32",
+    "sums": "*fp32",
+    "rest": "*fp32",
+    "initial": "*fp32",
+    "final": "*fp32",
+}
+SCALARS = {"scale": "fp32", "lower_bound": "fp32", "centre": "fp32", "beta_factor": "fp32"}
+#: Last strides, which are 1 in any ordinary call.
+UNIT = ("q_d", "k_d", "g_d", "v_d", "o_d", "i_k", "f_k")
+
+
+def compiled(kernel: Any, bf16: bool, capability: int, constants: dict[str, Any], warps: int, stages: int) -> Any:
+    """The kernel for the usual call: aligned pointers, strides divisible by 16."""
+    data = "*bf16" if bf16 else "*fp32"
+    constants = {**constants, **{name: 1 for name in UNIT if name in kernel.arg_names}}
+    tensors = {"q", "k", "v", "g", "beta", "out", "Kd", "Qd", "Ak", "Aq"}
+    signature, aligned = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = data if name in tensors else POINTERS.get(name) or SCALARS.get(name) or "i32"
+        if signature[name].startswith("*") or re.fullmatch(r"[qkgvoif]_[bthnv]|K|V", name):
+            aligned[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(binary: Any) -> str:
+    """Registers, stack and shared memory, as the disassembler of Triton's own package prints them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        printed = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    found = dict(re.findall(r"(REG|STACK):(\d+)", printed))
+    registers, stack = found.get("REG", "?"), found.get("STACK", "?")
+    return f"{registers:>4} registers {stack:>6} B stack {binary.metadata.shared:>7} B shared"
+
+
+def rows(capability: int, bf16: bool, K: int, tiles: Tiles) -> list[tuple[str, Any]]:
+    """Both kernels of one row of the table."""
+    common = {"KW": K, "C": tiles.chunk, "VARLEN": True, "WIDE": False, "INTERPRET": False}
+    common["OPERAND"] = math.BF16 if bf16 else math.FP32
+    prepare = dict(
+        common,
+        BK=tiles.block_k,
+        ANCHORED=ANCHORED_ROWS if bf16 else 0,
+        FIRST_LEVEL=ANCHORED_ROWS.bit_length() - 1 if bf16 else 0,
+        LEVELS=tiles.chunk.bit_length() - 1,
+        GATE=math.BOUNDED,
+        INVERSE=math.FP16 if bf16 else math.FP32,
+        TWO_TERMS=not bf16,
+    )
+    recur = dict(common, KP=K, BV=tiles.block_v)
+    return [
+        ("prepare", compiled(prepare_kernel, bf16, capability, prepare, tiles.prepare_warps, tiles.prepare_stages)),
+        ("recur", compiled(recur_kernel, bf16, capability, recur, tiles.recur_warps, tiles.recur_stages)),
+    ]
+
+
+def main(capability: int, widths: list[int]) -> int:
+    """Print a line per kernel; the exit status is the number of those that need more shared memory than there is."""
+    arch = architecture((capability // 10, capability % 10))
+    over = 0
+    for (row_arch, bf16, K), tiles in TABLE.items():
+        if row_arch != arch or (widths and K not in widths):
+            continue
+        for name, binary in rows(capability, bf16, K, tiles):
+            print(f"sm_{capability} {'bf16' if bf16 else 'fp32'} K {K:>3} {name:<8}{resources(binary)}", flush=True)
+            over += binary.metadata.shared > SHARED_MEMORY[arch]
+    return over
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), [int(width) for width in sys.argv[2:]]))
