@@ -112,6 +112,8 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
 
 def _require_writable(name: str, buffer: Tensor, readers: dict[str, Tensor]) -> None:
     """A buffer may be strided, but must not hold an element twice nor lie on a tensor that is still to be read."""
+    if buffer.is_neg():
+        raise ValueError(f"{name}: expected a plain buffer, got a negated view; pass the tensor it is a view of")
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name}: expected a normal tensor, got one made in inference mode; call inside inference mode"
@@ -135,7 +137,7 @@ def _vector(name: str, value: Tensor | None, symbols: str, shape: tuple[int, ...
     accepted = ([size for size in shape if size != 1], [size for size in (math.prod(shape),) if size != 1])
     if value.numel() != math.prod(shape) or squeezed not in accepted:
         raise ValueError(f"{name}: expected {symbols} = {list(shape)} elements, got shape {list(value.shape)}; {hint}")
-    return value.reshape(shape)
+    return value.resolve_neg().reshape(shape).contiguous()  # a kernel reads it as one block
 
 
 def _cu_seqlens(value: Tensor, q: Tensor) -> None:
@@ -364,6 +366,8 @@ def forward(
         strided=tuple(name for name, t in inputs.items() if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1),
         requires_grad=graded,
     )
+    # A lazily negated view (as torch.imag of a conjugate) has the opposite values in memory.
+    q, k, v, g, beta = (x.resolve_neg() for x in (q, k, v, g, beta))
     return Problem(
         q=q,
         k=k,
@@ -374,7 +378,7 @@ def forward(
         out=out,
         A_log=A_log,
         dt_bias=dt_bias,
-        initial_state=initial_state,
+        initial_state=None if initial_state is None else initial_state.resolve_neg(),
         final_state=final_state,
         layout=layout,
         facts=facts,

@@ -82,7 +82,7 @@ def rows(capability: int, bf16: bool, K: int, tiles: Tiles) -> list[tuple[str, A
     )
     recur = dict(common, KP=K, BV=tiles.block_v)
     return [
-        ("prepare", compiled(prepare_kernel, bf16, capability, prepare, tiles.prepare_warps, tiles.prepare_stages)),
+        ("prepare", compiled(prepare_kernel, bf16, capability, prepare, tiles.prepare_warps, 1)),
         ("recur", compiled(recur_kernel, bf16, capability, recur, tiles.recur_warps, tiles.recur_stages)),
     ]
 

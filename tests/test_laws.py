@@ -82,6 +82,15 @@ def test_prefix_causality(impl: str, case: Case) -> None:
         assert_equal(kda.fwd(**cut).o, o[:, :P])
 
 
+@pytest.mark.parametrize("impl", implementations())
+def test_a_later_key_that_overflows_reaches_no_earlier_token(impl: str) -> None:
+    """Raw keys of any size: the recurrence may grow without bound after one, not before it."""
+    args = call(Case(lengths=(60,), use_qk_l2norm=False, keys="close", decay="none"), impl)
+    large = dict(args, k=args["k"].clone())
+    large["k"][:, 50] *= 10
+    assert_equal(kda.fwd(**large).o[:, :50], kda.fwd(**args).o[:, :50])
+
+
 # ---- layout
 
 
@@ -281,6 +290,30 @@ def test_expanded_inputs(impl: str) -> None:
     expanded = {n: args[n][:, :, :1].expand_as(args[n]) for n in ("q", "k", "g")}
     copied = {n: x.contiguous() for n, x in expanded.items()}
     assert_same(kda.fwd(**dict(args, **expanded)).o, kda.fwd(**dict(args, **copied)).o, impl)
+
+
+@pytest.mark.parametrize("impl", implementations())
+def test_parameters_and_views_however_they_lie_in_memory(impl: str) -> None:
+    """A_log and dt_bias strided or expanded, and a lazily negated view, are their values."""
+    args = call(Case(lengths=(40,), H=4), impl)
+    expected = kda.fwd(**args).o
+    A, bias, v = args["A_log"], args["dt_bias"], args["v"]
+    assert_equal(kda.fwd(**dict(args, A_log=torch.stack([A, -A], -1)[:, 0])).o, expected)
+    assert_equal(kda.fwd(**dict(args, dt_bias=bias.T.contiguous().T)).o, expected)
+    negated = torch.complex(v.float(), -v.float()).conj().imag
+    assert negated.is_neg()
+    as_fp32 = {n: args[n].float() for n in ("q", "k", "v")}
+    assert_equal(kda.fwd(**{**args, **as_fp32, "v": negated}).o, kda.fwd(**{**args, **as_fp32}).o)
+    one = dict(args, A_log=A[:1].expand(4), dt_bias=bias[:1].expand(4, -1))
+    copied = dict(args, A_log=A[:1].repeat(4), dt_bias=bias[:1].repeat(4, 1))
+    assert_equal(kda.fwd(**one).o, kda.fwd(**copied).o)
+
+
+@pytest.mark.parametrize("impl", implementations())
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+def test_nan_parameters_are_not_hidden(impl: str, name: str) -> None:
+    args = call(Case(lengths=(5,)), impl)
+    assert kda.fwd(**dict(args, **{name: torch.full_like(args[name], torch.nan)})).o.isnan().all()
 
 
 @pytest.mark.parametrize("impl", implementations())

@@ -1,8 +1,9 @@
 """`python -m kda bench`: time the named shapes and measure the accuracy of the input families.
 
-Correctness comes first: nothing is timed before it has been compared with the specification or with an implementation
-that has been. On a GPU times are medians of events with the L2 flushed between runs; on a CPU they are wall-clock
-medians of the PyTorch implementations. Peers run live in the same process, and only ratios of one process are claims.
+Correctness comes first: nothing is timed before the implementations have passed the accuracy families, and at the timed
+shapes they must agree with one another. On a GPU times are medians of events with the L2 flushed between runs; on a CPU
+they are wall-clock medians of the PyTorch implementations. Peers run live in the same process, and only ratios of one
+process are claims.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from kda.problem import Output
 from kda.ref.error import deviation
 from kda.testing.cases import FAMILIES, Case, arguments
 from kda.testing.judge import expected, facts_of
+
+#: RMS difference over RMS output above which two implementations do not compute the same thing (bf16 gives 6e-3).
+AGREEMENT = 2e-2
 
 RAGGED = (1300, 547, 2048, 963, 271, 3063)
 
@@ -150,10 +154,11 @@ def _agreement(first: Output, other: Output) -> float:
     return float((a - b).square().mean().sqrt() / a.square().mean().sqrt())
 
 
-def times(console: Console, names: list[str], device: str) -> list[list[str]]:
-    """Time every shape. Each row: lengths, H, implementation, median ms (quartiles), fraction of the floor, ratio."""
+def times(console: Console, names: list[str], device: str) -> tuple[list[list[str]], bool]:
+    """Time every shape: a heading and a row per implementation. The second value: whether ours agreed everywhere."""
     rows = [["lengths", "H", "implementation", "ms (quartiles)", "floor / time", "times the first", "RMS difference"]]
     bandwidth = copy_bandwidth() if device == "cuda" else 0.0
+    agreed = True
     with Progress(console=console) as progress:
         task = progress.add_task("timing", total=len(SHAPES[device]))
         for case in SHAPES[device]:
@@ -166,6 +171,7 @@ def times(console: Console, names: list[str], device: str) -> list[list[str]]:
             for name, timing in timed.items():
                 floor = f"{floor_ms(case, bandwidth) / timing.median:.3f}" if bandwidth else ""
                 difference = _agreement(first, results[name])
+                agreed &= difference < AGREEMENT or name not in dispatch.TABLE
                 lengths = (
                     ", ".join(map(str, case.lengths))
                     if len(set(case.lengths)) > 1
@@ -176,18 +182,17 @@ def times(console: Console, names: list[str], device: str) -> list[list[str]]:
             progress.advance(task)
     if bandwidth:
         console.print(f"copy bandwidth of this run: {bandwidth / 1e12:.2f} TB/s")
-    return rows
+    return rows, agreed
 
 
 def accuracy(console: Console, names: list[str], device: str) -> tuple[list[list[str]], bool]:
     """RMS error over RMS reference and worst sigma of every family. The second value: whether all were accepted."""
     rows = [["inputs", "implementation", "RMS o", "RMS state", "worst sigma"]]
     accepted = True
-    size = {"H": 4} if device == "cuda" else {"lengths": (512,), "H": 1}
     with Progress(console=console) as progress:
         task = progress.add_task("accuracy", total=len(FAMILIES))
         for family, full in FAMILIES.items():
-            case = full if device == "cuda" or len(full.lengths) > 1 else replace(full, **size)
+            case = full if device == "cuda" or len(full.lengths) > 1 else replace(full, lengths=(512,), H=1)
             call = arguments(case, device)
             calls = _callables(case, call, names, device)
             facts = facts_of(case, device)
@@ -240,11 +245,14 @@ def run(console: Console, suite: str, impls: list[str] | None, markdown: str | N
         console.print("[red]an implementation is outside the tolerance (see worst sigma): not timed")
         return 1
     if suite != "accuracy":
-        parts.append(("Forward: K = V = 128, bounded gate of -5, states in fp32", times(console, names, device)))
+        rows, accepted = times(console, names, device)
+        parts.append(("Forward: K = V = 128, bounded gate of -5, states in fp32", rows))
         _print(console, *parts[-1])
+        if not accepted:
+            console.print("[red]the implementations disagree at a timed shape (see RMS difference)")
     if markdown:
         head = f"{versions()}{_peer_versions()}, {datetime.date.today().isoformat()}"
         Path(markdown).write_text(
             f"{head}\n\n" + "\n\n".join(f"### {title}\n\n{_markdown(rows)}" for title, rows in parts) + "\n"
         )
-    return 0
+    return 0 if accepted else 1

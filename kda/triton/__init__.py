@@ -48,7 +48,7 @@ def _rounding(facts: Facts) -> Rounding:
     return Rounding(
         operand=unit_roundoff(torch.bfloat16) if bf16 else 8 * fp32,  # fp16 and fp32: 3xTF32
         inverse=unit_roundoff(torch.float16) if bf16 else 8 * fp32,
-        gate=2.0**-21,  # exp and log of the device, and sums of two fp16 terms
+        gate=2.0**-21,  # exp and log of the device, and the rounding of a cumulative sum
         state=fp32,
         output=unit_roundoff(facts.dtype),
         stored_state=unit_roundoff(facts.state_dtype),

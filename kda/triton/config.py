@@ -12,12 +12,11 @@ from kda.problem import Facts, GateKind
 
 @dataclass(frozen=True)
 class Tiles:
-    """chunk: tokens per chunk (divides 64); block_k, prepare_*: the first kernel's; block_v, recur_*: the second's."""
+    """chunk: tokens per chunk (divides 64); block_k, prepare_warps: of the first kernel; the rest: of the second."""
 
     chunk: int
     block_k: int
     prepare_warps: int
-    prepare_stages: int
     block_v: int
     recur_warps: int
     recur_stages: int
@@ -26,26 +25,26 @@ class Tiles:
 #: (architecture, products in bf16, K rounded up to a power of two) -> tiles. `hopper` was tuned on an H200 and may use
 #: 227 KB of shared memory; `any` fits into the 99 KB of consumer GPUs.
 TABLE = {
-    ("hopper", True, 16): Tiles(CHUNK, 16, 4, 1, 64, 4, 2),
-    ("hopper", True, 32): Tiles(CHUNK, 32, 4, 1, 64, 4, 2),
-    ("hopper", True, 64): Tiles(CHUNK, 64, 4, 1, 64, 4, 2),
-    ("hopper", True, 128): Tiles(CHUNK, 32, 4, 1, 64, 4, 3),
-    ("hopper", True, 256): Tiles(CHUNK, 32, 4, 1, 64, 8, 1),
-    ("hopper", False, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
-    ("hopper", False, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("hopper", False, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("hopper", False, 128): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("hopper", False, 256): Tiles(CHUNK // 2, 32, 4, 1, 32, 4, 1),
-    ("any", True, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
-    ("any", True, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("any", True, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("any", True, 128): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("any", True, 256): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("any", False, 16): Tiles(CHUNK, 16, 4, 1, 32, 4, 1),
-    ("any", False, 32): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("any", False, 64): Tiles(CHUNK, 32, 4, 1, 32, 4, 1),
-    ("any", False, 128): Tiles(CHUNK, 32, 4, 1, 16, 4, 1),
-    ("any", False, 256): Tiles(CHUNK // 2, 32, 4, 1, 16, 4, 1),
+    ("hopper", True, 16): Tiles(CHUNK, 16, 4, 64, 4, 2),
+    ("hopper", True, 32): Tiles(CHUNK, 32, 4, 64, 4, 2),
+    ("hopper", True, 64): Tiles(CHUNK, 64, 4, 64, 4, 2),
+    ("hopper", True, 128): Tiles(CHUNK, 32, 4, 64, 4, 3),
+    ("hopper", True, 256): Tiles(CHUNK, 32, 4, 64, 8, 1),
+    ("hopper", False, 16): Tiles(CHUNK, 16, 4, 32, 4, 1),
+    ("hopper", False, 32): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("hopper", False, 64): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("hopper", False, 128): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("hopper", False, 256): Tiles(CHUNK // 2, 32, 4, 32, 4, 1),
+    ("any", True, 16): Tiles(CHUNK, 16, 4, 32, 4, 1),
+    ("any", True, 32): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("any", True, 64): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("any", True, 128): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("any", True, 256): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("any", False, 16): Tiles(CHUNK, 16, 4, 32, 4, 1),
+    ("any", False, 32): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("any", False, 64): Tiles(CHUNK, 32, 4, 32, 4, 1),
+    ("any", False, 128): Tiles(CHUNK, 32, 4, 16, 4, 1),
+    ("any", False, 256): Tiles(CHUNK // 2, 32, 4, 16, 4, 1),
 }
 
 #: Shared memory of one program, bytes, that an architecture's rows may use.

@@ -17,6 +17,12 @@ from kda.triton.recur import recur_kernel
 _GATES = {GateKind.BOUNDED: math.BOUNDED, GateKind.SOFTPLUS: math.SOFTPLUS, GateKind.GIVEN: math.GIVEN}
 
 
+def _tile_reach(x: Tensor, rows: int) -> int:
+    """Elements from the first to the last of one head's tile: [B, T, H, D] or, for beta, [B, T, H]."""
+    channels = (x.shape[3] - 1) * abs(x.stride(3)) if x.dim() == 4 else 0
+    return (rows - 1) * abs(x.stride(1)) + channels
+
+
 def _strides(x: Tensor | None, rank: int) -> tuple[int, ...]:
     return (0,) * rank if x is None else x.stride()
 
@@ -48,14 +54,14 @@ def fwd(problem: Problem) -> Output:
     Aq = torch.empty(HV, B * T, C, dtype=work, device=q.device)
     decay = torch.empty(slots, HV, KW, dtype=torch.float32, device=q.device)
     sums = torch.empty(1 if bf16 else 2, HV, B * T, KW, dtype=torch.float32, device=q.device)
-    reach = max(abs(stride) for x in (q, k, v, g, beta, out) for stride in x.stride()) * max(C, K, V)
+    wide = any(_tile_reach(x, C) >= 2**31 for x in (q, k, v, g, beta, out))
     common = dict(
         K=K,
         KW=KW,
         C=C,
         VARLEN=facts.varlen,
         OPERAND=operand,
-        WIDE=reach >= 2**31,
+        WIDE=wide,
         INTERPRET=facts.triton_interpreter,
     )
     cu_stride = 0 if cu_seqlens is None else cu_seqlens.stride(0)
@@ -103,7 +109,7 @@ def fwd(problem: Problem) -> Output:
                 INVERSE=inverse,
                 TWO_TERMS=not bf16,
                 num_warps=config.prepare_warps,
-                num_stages=config.prepare_stages,
+                num_stages=1,  # its loads follow stores of other threads: nothing may be loaded ahead
                 **common,
             )
         recur_kernel[(N * HV * triton.cdiv(V, config.block_v),)](

@@ -48,12 +48,20 @@ def _dot(a, b, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def in_fp16_range(x):
+    """Saturated at fp16's largest number; NaN stays NaN. An infinity would reach rows before it as 0 * inf."""
+    x = tl.where(x > 65504.0, 65504.0, x)
+    return tl.where(x < -65504.0, -65504.0, x)
+
+
+@triton.jit
 def dot(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """a @ b in fp32, with operands rounded as `KIND` says."""
     if KIND == BF16:
         return _dot(a, b, tl.bfloat16, INTERPRET)
     elif KIND == FP16:
-        return _dot(a * _FP16_SCALE, b * _FP16_SCALE, tl.float16, INTERPRET) * (1.0 / (_FP16_SCALE * _FP16_SCALE))
+        product = _dot(in_fp16_range(a * _FP16_SCALE), in_fp16_range(b * _FP16_SCALE), tl.float16, INTERPRET)
+        return product * (1.0 / (_FP16_SCALE * _FP16_SCALE))
     else:
         return tl.dot(a, b, input_precision="ieee" if INTERPRET else "tf32x3")
 
@@ -85,7 +93,9 @@ def log_decay(g, A_log, dt_bias, lower_bound, GATE: tl.constexpr):
         g += dt_bias[None, :]
         if GATE == SOFTPLUS:
             g = -softplus(g)
-        g = g * exp(tl.minimum(tl.maximum(A_log, -_MAX_EXP), _MAX_EXP))
+        # Selects, not minimum and maximum: NaN stays NaN.
+        A_log = tl.where(A_log > _MAX_EXP, _MAX_EXP, A_log)
+        g = g * exp(tl.where(A_log < -_MAX_EXP, -_MAX_EXP, A_log))
         if GATE == BOUNDED:
             g = lower_bound * sigmoid(g)
     return tl.where(g < _FLOOR, _FLOOR, g)
@@ -131,8 +141,9 @@ def since(anchor, F, R, sums, rest, d, KW: tl.constexpr, TWO_TERMS: tl.constexpr
 @triton.jit
 def bounds(cu_seqlens, cu_stride, n, T):
     """First token and end of packed sequence n, clamped to the tensors."""
-    start = tl.load(cu_seqlens + n * cu_stride).to(tl.int64)
-    stop = tl.load(cu_seqlens + (n + 1) * cu_stride).to(tl.int64)
+    cu_seqlens += n.to(tl.int64) * cu_stride
+    start = tl.load(cu_seqlens).to(tl.int64)
+    stop = tl.load(cu_seqlens + cu_stride).to(tl.int64)
     start = tl.minimum(tl.maximum(start, 0), T)
     return start, tl.minimum(tl.maximum(stop, start), T)
 
@@ -144,11 +155,12 @@ def sequence_of(slot, cu_seqlens, cu_stride, N, T, CHUNK: tl.constexpr):
     Sequence n owns the slots from start_n // CHUNK + n on, as many as it has chunks: these ranges never overlap, so no
     table and no sum over other sequences is needed. Slots between two ranges stay unused.
     """
-    low = 0
-    high = N
+    zero = tl.zeros((), tl.int64)
+    low = zero.to(tl.int32)
+    high = low + N
     while high - low > 1:
         middle = (low + high) // 2
-        start = tl.load(cu_seqlens + middle * cu_stride).to(tl.int64)
+        start = tl.load(cu_seqlens + (zero + middle) * cu_stride).to(tl.int64)
         start = tl.minimum(tl.maximum(start, 0), T)
         owns = start // CHUNK + middle <= slot
         low = tl.where(owns, middle, low)
