@@ -92,6 +92,16 @@ FAULTS = {
         },
         lambda impl: test_gates.test_a_reset_leaves_small_decays_alone(impl, -1e6),
     ),
+    "Aq off by 1 %": Fault(
+        {"Aq=operand(inverse(M) @ A)": "Aq=1.01 * operand(inverse(M) @ A)"}, named("empty first, middle, last")
+    ),
+    "Ak off by 1 %": Fault(
+        {"Ak=operand(A.transpose(-1, -2) @ Kr)": "Ak=1.01 * operand(A.transpose(-1, -2) @ Kr)"}, named("grouped heads")
+    ),
+    "Qd off by 1 %": Fault({"Qd=operand(q * e)": "Qd=1.01 * operand(q * e)"}, named("only decay")),
+    "products of pairs off by 1 %": Fault(
+        {"        M = blocks(M, M_new)": "        M = blocks(M, 1.01 * M_new)"}, named("slow channels")
+    ),
     "bound as a clamp": Fault(
         {
             "rearrange(problem_log_decay(problem, a), ": (

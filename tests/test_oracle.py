@@ -34,7 +34,8 @@ FOUND = [
 @pytest.mark.parametrize("impl", implementations())
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in named(ALL_DTYPES)])
 def test_named(impl: str, name: str, case: Case) -> None:
-    check(case, impl)
+    """Within the tolerance everywhere, and typically within one standard deviation: they are upper bounds."""
+    assert check(case, impl).typical <= 1
 
 
 @pytest.mark.parametrize("impl", PYTORCH)

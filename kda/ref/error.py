@@ -37,6 +37,9 @@ ONE = 1 / 3
 #: A result is accepted within this many standard deviations.
 SIGMAS = 6.0
 
+#: How many errors it takes to speak of their typical size.
+MANY = 64
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -62,6 +65,9 @@ class Deviation:
 
     sigma_o, sigma_state: worst error in standard deviations (inf if anything is not finite that should be).
     rms_o, rms_state:     RMS error over RMS reference, over the whole tensor.
+    typical:  RMS of the errors in standard deviations over all tokens or channels, the larger of o and state; 0 where
+              there are fewer than MANY. The deviations are upper bounds, so independent roundings stay below 1, and a
+              small error everywhere (1 % of one product) does not.
     where_o: (row, token, head) and where_state: (sequence, head, channel) of the worst.
     """
 
@@ -71,6 +77,7 @@ class Deviation:
     rms_state: float
     where_o: tuple[int, ...]
     where_state: tuple[int, ...]
+    typical: float = 0.0
 
     @property
     def sigma(self) -> float:
@@ -208,16 +215,20 @@ def _underflow(dtype: torch.dtype, column: Tensor) -> Tensor:
     return (torch.finfo(dtype).tiny / column).square().mean(-1).sqrt()
 
 
-def _compare(actual: Tensor, expected: Tensor, sigma: Tensor) -> tuple[float, float, tuple[int, ...]]:
-    """Errors [..., V] in units of the column against sigma [...]: worst ratio and where. Not finite is inf."""
+def _typical(ratio: Tensor) -> float:
+    return float(ratio.square().mean().sqrt()) if ratio.numel() >= MANY else 0.0
+
+
+def _compare(actual: Tensor, expected: Tensor, sigma: Tensor) -> tuple[float, Tensor, tuple[int, ...]]:
+    """Errors [..., V] in units of the column against sigma [...]: worst ratio, all of them, and where the worst is."""
     error = (actual - expected).square().mean(-1).sqrt()
     ratio = torch.where(error > 0, error / sigma, 0.0)
     ratio = torch.where(torch.isfinite(error), ratio, torch.inf)
     if ratio.numel() == 0:
-        return 0.0, 0.0, ()
+        return 0.0, ratio, ()
     worst = int(ratio.argmax())
     where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), ratio.shape))
-    return float(ratio.flatten()[worst]), float(error.square().mean().sqrt()), where
+    return float(ratio.flatten()[worst]), ratio, where
 
 
 def _rms_ratio(actual: Tensor, expected: Tensor) -> float:
@@ -243,16 +254,17 @@ def deviation(result: Output, expected: Expected) -> Deviation:
         sigma = expected.sigma_o + _underflow(result.o.dtype, unit)
         padding = (expected.sequence < 0)[..., None, None]
         o = torch.where(padding & (o != 0), torch.inf, o)  # padding is exactly zero
-        sigma_o, _, where_o = _compare(o / unit, expected.o / unit, sigma)
+        sigma_o, ratio, where_o = _compare(o / unit, expected.o / unit, sigma)
+        typical = _typical(ratio[expected.sequence >= 0])
     else:
-        sigma_o, where_o = 0.0, ()
+        sigma_o, where_o, typical = 0.0, (), 0.0
     rms_o = _rms_ratio(o, expected.o)
     if state is None or state.numel() == 0:
-        return Deviation(sigma_o, 0.0, rms_o, 0.0, where_o, ())
+        return Deviation(sigma_o, 0.0, rms_o, 0.0, where_o, (), typical)
     unit = expected.column[:, :, None]
     sigma = expected.sigma_state + _underflow(state.dtype, expected.column)[..., None]
     actual = state.double().transpose(-1, -2)
-    sigma_state, _, where_state = _compare(actual / unit, expected.final_state.transpose(-1, -2) / unit, sigma)
-    return Deviation(
-        sigma_o, sigma_state, rms_o, _rms_ratio(state.double(), expected.final_state), where_o, where_state
-    )
+    sigma_state, ratio, where_state = _compare(actual / unit, expected.final_state.transpose(-1, -2) / unit, sigma)
+    typical = max(typical, _typical(ratio))
+    rms_state = _rms_ratio(state.double(), expected.final_state)
+    return Deviation(sigma_o, sigma_state, rms_o, rms_state, where_o, where_state, typical)
