@@ -35,15 +35,6 @@ PERFECT = SimpleNamespace(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors this small only lose time to threads, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch):
     """A terminal so wide that no table wraps; nothing remembered about planted implementations."""

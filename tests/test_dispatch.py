@@ -57,15 +57,6 @@ def plant(monkeypatch, name: str, **changes) -> None:
     monkeypatch.setattr(module, "IMPL", replace(module.IMPL, **changes))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors this small only lose time to threads, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def everything_installed(monkeypatch):
     """Every implementation is available, and nothing is remembered from another test."""

@@ -30,15 +30,6 @@ TENSORS = (*INPUTS, *BUFFERS, "cu_seqlens")
 FLAGS = ("output_final_state", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval", "batch_invariant")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors this small only lose time to threads, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def _no_checking(monkeypatch):
     """Whatever the environment says, KDA_CHECK is off unless a test sets it."""
