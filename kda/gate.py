@@ -1,11 +1,11 @@
-"""The three gates in plain PyTorch; this is also their specification."""
+"""The three gates, beta and the normalisation in plain PyTorch; this is also their specification."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kda.numerics import MAX_EXP
+from kda.numerics import L2NORM_EPS, MAX_EXP
 from kda.problem import Facts, GateKind, Problem
 
 
@@ -39,6 +39,11 @@ def problem_log_decay(problem: Problem, g: Tensor) -> Tensor:
     """`log_decay` of `g` ([..., HV, K], already in the dtype to compute in) with the problem's own gate."""
     facts = problem.facts
     return log_decay(g, facts.gate, facts.lower_bound, problem.A_log, problem.dt_bias)
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
 
 
 def activate_beta(beta: Tensor, facts: Facts) -> Tensor:

@@ -138,6 +138,13 @@ class Problem:
         """Value heads that share one query/key head."""
         return self.facts.HV // max(self.facts.H, 1)
 
+    def initial(self) -> Tensor:
+        """The initial states with K first, [N, HV, K, V], in the dtype to compute in; zeros where none were given."""
+        facts = self.facts
+        if self.initial_state is None:
+            return self.q.new_zeros(facts.N, facts.HV, facts.K, facts.V, dtype=self.compute_dtype)
+        return self.initial_state.to(self.compute_dtype).transpose(-1, -2)
+
     def output(self, o: Tensor, final_state: Tensor) -> Output:
         """What the call returns, from results of any dtype: rounded, and written to the caller's buffers if any."""
         o = o.to(self.facts.dtype)

@@ -131,7 +131,6 @@ def _vector(name: str, value: Tensor | None, symbols: str, shape: tuple[int, ...
     """`value` viewed as `shape`; accepted when it has that shape, flat or with extra dimensions of 1."""
     if value is None:
         return None
-    _require_tensor(name, value)
     _require_float(name, value)
     squeezed = [size for size in value.shape if size != 1]
     accepted = ([size for size in shape if size != 1], [size for size in (math.prod(shape),) if size != 1])
@@ -141,7 +140,6 @@ def _vector(name: str, value: Tensor | None, symbols: str, shape: tuple[int, ...
 
 
 def _cu_seqlens(value: Tensor, q: Tensor) -> None:
-    _require_tensor("cu_seqlens", value)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens: expected dtype int32 or int64, got {_name(value.dtype)}")
     if value.dim() != 1 or value.numel() == 0:

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from kda.triton import math
 from kda.triton.config import ANCHORED_ROWS, SHARED_MEMORY, TABLE, Tiles, architecture
-from kda.triton.prepare import prepare_kernel
+from kda.triton.prepare import FLAGS, prepare_kernel
 from kda.triton.recur import recur_kernel
 
 POINTERS = {
@@ -88,9 +88,14 @@ def rows(capability: int, bf16: bool, K: int, tiles: Tiles) -> list[tuple[str, A
 
 
 def main(capability: int, widths: list[int]) -> int:
-    """Print a line per kernel; the exit status is the number of those that need more shared memory than there is."""
+    """Print a line per kernel; the exit status counts those that need too much shared memory or specialise a flag."""
     arch = architecture((capability // 10, capability % 10))
     over = 0
+    for kernel, flags in ((prepare_kernel, FLAGS), (recur_kernel, ["has_initial", "has_final"])):
+        specialised = [p.name for p in kernel.params if p.name in flags and not p.do_not_specialize]
+        if specialised or not set(flags) <= set(kernel.arg_names):
+            print(f"{kernel.__name__}: a flag of 1 would be compiled by itself: {specialised}")
+            over += 1
     for (row_arch, bf16, K), tiles in TABLE.items():
         if row_arch != arch or (widths and K not in widths):
             continue

@@ -32,8 +32,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from kda.gate import activate_beta, problem_log_decay
-from kda.numerics import CHUNK, L2NORM_EPS, Rounding
+from kda.gate import activate_beta, l2norm, problem_log_decay
+from kda.numerics import CHUNK, Rounding
 from kda.problem import Facts, Implementation, Output, Problem
 
 #: Elements of one [chunks, HV, CHUNK, K] temporary of `prepare`.
@@ -135,7 +135,7 @@ def prepare(problem: Problem, tiles: Tiles, operand: Operand = exact, inverse: O
     facts, dtype = problem.facts, problem.compute_dtype
     q, k = gather(problem.q, tiles, dtype), gather(problem.k, tiles, dtype)
     if facts.use_qk_l2norm:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS) for x in (q, k))
+        q, k = l2norm(q), l2norm(k)
     q = q * problem.scale
     if problem.group() > 1:
         q, k = (x.repeat_interleave(problem.group(), dim=1) for x in (q, k))
@@ -208,10 +208,7 @@ def fwd(problem: Problem, operand: Operand = exact, inverse: Operand = exact) ->
     """`kda.fwd` by chunks. Rows that belong to no sequence are zero; an empty sequence keeps its state."""
     facts, dtype = problem.facts, problem.compute_dtype
     tiles = tile(problem)
-    if problem.initial_state is None:
-        initial = torch.zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype, device=problem.q.device)
-    else:
-        initial = problem.initial_state.to(dtype).transpose(-1, -2)
+    initial = problem.initial()
     states = list(initial)
     o = torch.zeros(facts.B * facts.T, facts.HV, facts.V, dtype=dtype, device=problem.q.device)
     pieces = []

@@ -102,7 +102,7 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
     facts = problem.facts
     if facts.dtype != torch.float64:
         raise TypeError(f"expect: the oracle runs in fp64, got a problem in {facts.dtype}")
-    initial = recurrent.initial_state(problem)
+    initial = problem.initial()
     HV, K, V, device = facts.HV, facts.K, facts.V, initial.device
 
     spans = problem.layout.spans()

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, einsum
 
-from kda.gate import activate_beta, problem_log_decay
-from kda.numerics import L2NORM_EPS, Rounding
+from kda.gate import activate_beta, l2norm, problem_log_decay
+from kda.numerics import Rounding
 from kda.problem import Facts, Implementation, Output, Problem
 
 
@@ -29,19 +29,6 @@ class Step(NamedTuple):
     o: Tensor  # [HV, V]
 
 
-def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + eps) over the last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
-
-
-def initial_state(problem: Problem) -> Tensor:
-    """[N, HV, K, V] in the dtype to compute in, K first."""
-    facts, dtype = problem.facts, problem.compute_dtype
-    if problem.initial_state is None:
-        return torch.zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype, device=problem.q.device)
-    return problem.initial_state.to(dtype).transpose(-1, -2)
-
-
 def steps(problem: Problem) -> Iterator[Step]:
     """The recurrence itself, sequence after sequence and token by token.
 
@@ -50,7 +37,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     """
     facts, dtype, group = problem.facts, problem.compute_dtype, problem.group()
     q, k, v, g, beta = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.g, problem.beta))
-    initial = initial_state(problem)
+    initial = problem.initial()
     for n, (row, start, stop) in enumerate(problem.layout.spans()):
         S = initial[n]
         for t in range(start, stop):
@@ -70,7 +57,7 @@ def steps(problem: Problem) -> Iterator[Step]:
 def fwd(problem: Problem) -> Output:
     """`kda.fwd` by the recurrence. Rows that belong to no sequence are zero; an empty sequence keeps its state."""
     facts = problem.facts
-    initial = initial_state(problem)
+    initial = problem.initial()
     zero = initial.new_zeros(facts.HV, facts.V)
     o = [[zero] * facts.T for _ in range(facts.B)]
     states = list(initial)

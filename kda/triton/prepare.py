@@ -33,23 +33,13 @@ def _paired(i, j, b):
     return (i // (2 * b) == j // (2 * b)) & (i // b % 2 == 1) & (j // b % 2 == 0)
 
 
-#: Integers whose value opens no shortcut; not compiling for each keeps the number of variants small.
-UNSPECIALISED = [
-    "N",
-    "T",
-    "tokens",
-    "HV",
-    "GROUP",
-    "has_A_log",
-    "has_bias",
-    "is_logit",
-    "cu_stride",
-    "beta_b",
-    "beta_t",
-]
+#: Integers whose value opens no shortcut: not compiling for each keeps the number of variants small, and lets a flag
+#: of 1 run the very code that a flag of 0 runs.
+SIZES = ["N", "T", "tokens", "HV", "GROUP", "cu_stride", "beta_b", "beta_t", "beta_h"]
+FLAGS = ["has_A_log", "has_bias", "is_logit", "normalise"]
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALISED, "beta_h"])
+@triton.jit(do_not_specialize=SIZES + FLAGS)
 def prepare_kernel(
     q,
     k,
