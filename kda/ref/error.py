@@ -23,6 +23,7 @@ errors are compared as RMS over V. One rounding to nearest has the variance u^2 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, einsum
@@ -124,12 +125,13 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
     var_o = torch.zeros(facts.B, facts.T, HV, dtype=torch.float64, device=device)
     states = initial.clone()
     var_state = torch.zeros(facts.N, HV, K, dtype=torch.float64, device=device)
-    eye = torch.eye(K, dtype=torch.float64, device=device)
+    diagonal = partial(torch.diagonal, dim1=-2, dim2=-1)
 
-    def folded(W: Tensor, residual: Tensor) -> Tensor:
-        """[HV, K, K] of a chunk's end: Ak and the coefficients too small for it, and the residual rounded twice."""
+    def folded(W: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """A chunk's end: [HV, K, chunk] X with X X^T from Ak and the residual rounded twice, and [HV, K] on the
+        diagonal from Ak's own roundings and the coefficients too small for it."""
         own = u2["operand"] * (W.square() * residual[:, None]).sum(-1) + rounding.lost**2 * residual.sum(-1)[:, None]
-        return own[..., None] * eye + 2 * u2["operand"] * (W * residual[:, None]) @ W.transpose(-1, -2)
+        return (2 * u2["operand"] * residual[:, None]).sqrt() * W, own
 
     last = -1
     for step in recurrent.steps(problem):
@@ -137,14 +139,21 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         if n != last:
             P, D = torch.zeros(2, HV, K, K, dtype=torch.float64, device=device)
             F, E = torch.zeros(2, HV, K, K + 1, dtype=torch.float64, device=device)  # amplitudes: of P, of D
+            repeats = bool(repeated_k[step.row, step.token : spans[n].stop].any()) or bool(
+                repeated_a[step.row, step.token : spans[n].stop].any()
+            )  # without any, F and E stay zero
             last = n
             W, keys = torch.zeros(2, HV, K, rounding.chunk, dtype=torch.float64, device=device)  # keys: decayed only
             # Mean squares of the chunk's residuals, and of what each row of the inverse makes of them.
             residual, mixed_by = torch.zeros(2, HV, rounding.chunk, dtype=torch.float64, device=device)
         place = (step.token - spans[n].start) % rounding.chunk
         if place == 0:
-            P, F = P + D + folded(W, residual), F + E
-            D, E, W, keys, residual, mixed_by = (0 * x for x in (D, E, W, keys, residual, mixed_by))
+            X, own = folded(W, residual)
+            P.add_(D).baddbmm_(X, X.mT)
+            diagonal(P).add_(own)
+            F.add_(E)
+            for x in (D, E, W, keys, residual, mixed_by):
+                x.zero_()
             base = (states[n] / column[n][:, None]).square().mean(-1)  # [HV, K] the state at the chunk's start
         unit = column[n]
         kt, qt, bt, decay = step.k, step.q, step.beta[:, None], step.log_decay.exp()
@@ -158,10 +167,10 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         written = bt.square() * kt.square() * met  # [HV, K] what the update adds to the state
 
         # Row t of the inverse, then the residuals as they are now.
-        W, keys = decay[:, :, None] * W, decay[:, :, None] * keys
+        W, keys = W.mul_(decay[:, :, None]), keys.mul_(decay[:, :, None])
         met_before = (bt * einsum("hi,hit->ht", kt, keys)).square() * mixed_by
         entries = -bt * einsum("hi,hit->ht", kt, W)  # [HV, chunk]
-        W = W + kt[:, :, None] * entries[:, None, :]
+        W.baddbmm_(kt[:, :, None], entries[:, None, :])
         entries[:, place], W[:, :, place], residual[:, place] = bt[:, 0], bt * kt, met[:, 0]
         keys[:, :, place], mixed_by[:, place] = kt, (entries.square() * residual).sum(-1)
 
@@ -173,27 +182,31 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         faded = u2["gate"] * (1 + finite.square()) * torch.maximum(before, base)
         kept = u2["state"] * (torch.maximum(after, base) + written)
 
-        P = decay[:, :, None] * P * decay[:, None, :]
+        both = decay[:, :, None] * decay[:, None, :]
+        P.mul_(both)
         w = einsum("hij,hj->hi", P, kt)
-        u = bt * w - 0.5 * bt.square() * einsum("hi,hi->h", kt, w)[:, None] * kt
-        P = P - kt[:, :, None] * u[:, None, :] - u[:, :, None] * kt[:, None, :]
-        P = P + made[..., None] * kt[:, :, None] * kt[:, None, :]
-        D = decay[:, :, None] * D * decay[:, None, :]
-        D = D + common[..., None] * kt[:, :, None] * kt[:, None, :] + (element + faded + kept)[..., None] * eye
+        u = bt * w - 0.5 * bt.square() * (kt * w).sum(-1, keepdim=True) * kt
+        P.baddbmm_(torch.stack([kt, u], -1), torch.stack([made * kt - u, -kt], 1))
+        D.mul_(both).baddbmm_((common * kt)[:, :, None], kt[:, None, :])
+        diagonal(D).add_(element + faded + kept)
 
-        F = decay[:, :, None] * F
-        F = F - (bt * kt)[:, :, None] * einsum("hi,hij->hj", kt, F)[:, None, :]
-        again = repeated_k[at][:, None]
-        own = again * rounding.operand * (3 * written).sqrt() + repeated_a[at][:, None] * (3 * faded).sqrt()
-        along = again * (3 * common + 2 * rounding.operand**2 * bt.square() * met).sqrt() * kt
-        E = decay[:, :, None] * E + torch.cat([own[..., None] * eye, along[..., None]], -1)
+        if repeats:
+            F.mul_(decay[:, :, None])
+            F.baddbmm_((bt * kt)[:, :, None], kt[:, None, :] @ F, alpha=-1)
+            again = repeated_k[at][:, None]
+            E.mul_(decay[:, :, None])
+            own = again * rounding.operand * (3 * written).sqrt() + repeated_a[at][:, None] * (3 * faded).sqrt()
+            diagonal(E).add_(own)  # of its first K columns
+            E[..., K] += again * (3 * common + 2 * rounding.operand**2 * bt.square() * met).sqrt() * kt
 
         # The output reads the state through Qd and through Aq R, then is rounded itself.
         read = (qt.square() * (torch.maximum(before, base) + after)).sum(-1)
         mixed = (einsum("hi,hit->ht", qt, W).square() * residual).sum(-1)
+        coherent = F + E if repeats else F
+        random = (qt * ((P + D) @ qt[:, :, None])[..., 0]).sum(-1)
         var_o[at] = (
-            einsum("hi,hij,hj->h", qt, P + D, qt)
-            + einsum("hi,hij->hj", qt, F + E).square().sum(-1)
+            random
+            + (qt[:, None, :] @ coherent)[:, 0].square().sum(-1)
             + rounding.lost**2 * residual.sum(-1) * qt.square().sum(-1)
             + 2 * u2["operand"] * read
             + 4 * u2["operand"] * mixed
@@ -201,7 +214,9 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         )
         o[at] = step.o
         states[n] = step.state
-        var_state[n] = torch.diagonal(P + D + folded(W, residual), dim1=-2, dim2=-1) + (F + E).square().sum(-1)
+        if step.token + 1 == spans[n].stop:
+            X, own = folded(W, residual)
+            var_state[n] = diagonal(P) + diagonal(D) + X.square().sum(-1) + own + coherent.square().sum(-1)
     stored = ONE * rounding.stored_state**2 * (states / column[:, :, None]).square().mean(-1)
     # A decay below the smallest normal number is lost whole, however large what it multiplies.
     flushed = torch.finfo(torch.float64 if rounding.state < unit_roundoff(torch.float32) else torch.float32).tiny

@@ -49,7 +49,7 @@ def steps(problem: Problem) -> Iterator[Step]:
 
             decayed = at.exp()[..., None] * S
             residual = vt - einsum("hk,hkv->hv", kt, decayed)
-            S = decayed + einsum("h,hk,hv->hkv", bt, kt, residual)
+            S = decayed + einsum("hk,hv->hkv", bt[:, None] * kt, residual)
             o = einsum("hk,hkv->hv", qt, S)
             yield Step(n, row, t, qt, kt, vt, at, bt, decayed, S, o)
 
