@@ -38,13 +38,16 @@ DOCUMENTS = (
     "urllib/__init__.py",
     "this.py",
     "concurrent/__init__.py",
-    "sched.py",
+    "keyword.py",
     "contextvars.py",
     "antigravity.py",
 )
 
+#: Tokens of the call that comes before the timed one, and the seconds from which on a call is timed once.
+WARM_UP, LONG = 100, 0.5
+
 #: Most tokens of the whole batch. The oracle walks them one by one with K x K covariances: most of the demo's time.
-MAX_TOKENS = 15_000
+MAX_TOKENS = 8_000
 
 #: Tokens of each document that are not prefilled but decoded; at most half of it.
 HELD_BACK = 32
@@ -234,16 +237,19 @@ def prefill_and_decode(call: dict[str, Any], lengths: Sequence[int], held_back: 
 
 
 def timed(call: dict[str, Any], impl: str) -> tuple[Output, float]:
-    """The one-shot result, and the seconds it took after a first call that compiles and warms up."""
-    on_gpu = call["q"].is_cuda
-    fwd(**call, impl=impl)
-    if on_gpu:
-        torch.cuda.synchronize(call["q"].device)
-    start = time.perf_counter()
-    result = fwd(**call, impl=impl)
-    if on_gpu:
-        torch.cuda.synchronize(call["q"].device)
-    return result, time.perf_counter() - start
+    """The one-shot result and its seconds, of the better of two calls if the first, which may compile, was short."""
+
+    def run() -> tuple[Output, float]:
+        start = time.perf_counter()
+        result = fwd(**call, impl=impl)
+        if call["q"].is_cuda:
+            torch.cuda.synchronize(call["q"].device)
+        return result, time.perf_counter() - start
+
+    T = call["q"].shape[1]
+    fwd(**select(call, range(min(T, WARM_UP)), [min(T, WARM_UP)]), impl=impl)  # compiles, and loads libraries
+    first = run()
+    return min(first, run(), key=lambda pair: pair[1]) if first[1] < LONG else first
 
 
 def choice(name: str, facts: Facts, explanation: dispatch.Explanation) -> tuple[bool, str]:

@@ -16,6 +16,8 @@ Where inputs repeat, roundings repeat: the same key gives the same rounding erro
 in amplitude, not in variance. So tokens whose key (or gate) occurs more than once in their sequence also feed a matrix
 F <- A_t F + (amplitude of the roundings), one column per independent source; its rows' norms are the coherent part.
 
+A sum over K that reads the state is accumulated term by term: every partial sum is rounded to the accumulator's dtype.
+
 V columns never mix and everything is linear in them, so each column is measured in units of its own largest input, and
 errors are compared as RMS over V. One rounding to nearest has the variance u^2 x^2 / 3 at most.
 """
@@ -133,6 +135,10 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         own = u2["operand"] * (W.square() * residual[:, None]).sum(-1) + rounding.lost**2 * residual.sum(-1)[:, None]
         return (2 * u2["operand"] * residual[:, None]).sqrt() * W, own
 
+    def partial_sums(x: Tensor, S: Tensor, unit: Tensor) -> Tensor:
+        """[HV, 1] squares of the partial sums of x^T S, each of which is rounded when it is accumulated."""
+        return ((x[:, :, None] * S).cumsum(1) / unit[:, None]).square().sum(1).mean(-1, keepdim=True)
+
     last = -1
     for step in recurrent.steps(problem):
         n, at = step.sequence, (step.row, step.token)
@@ -165,6 +171,7 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         met = (step.v / unit).square().mean(-1, keepdim=True)
         met = met + (kt.square() * torch.maximum(before, base)).sum(-1, keepdim=True)  # [HV, 1]
         written = bt.square() * kt.square() * met  # [HV, K] what the update adds to the state
+        asked, read_sum = (u2["state"] * partial_sums(x, S, unit) for x, S in ((kt, step.decayed), (qt, step.state)))
 
         # Row t of the inverse, then the residuals as they are now.
         W, keys = W.mul_(decay[:, :, None]), keys.mul_(decay[:, :, None])
@@ -176,7 +183,10 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
 
         # Kr is rounded element by element; the inverse along k, where it is made and where it is used.
         element = u2["operand"] * written
-        made = 3 * u2["inverse"] * (met_before.sum(-1, keepdim=True) + bt.square() * met)  # [HV, 1]
+        # As does the sum over K that reads the state.
+        made = (
+            3 * u2["inverse"] * (met_before.sum(-1, keepdim=True) + bt.square() * met) + bt.square() * asked
+        )  # [HV, 1]
         common = 3 * u2["inverse"] * mixed_by[:, place, None]  # [HV, 1]
         finite = torch.nan_to_num(step.log_decay, neginf=0.0)  # exp(-inf) is exact
         faded = u2["gate"] * (1 + finite.square()) * torch.maximum(before, base)
@@ -210,6 +220,7 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
             + rounding.lost**2 * residual.sum(-1) * qt.square().sum(-1)
             + 2 * u2["operand"] * read
             + 4 * u2["operand"] * mixed
+            + read_sum[:, 0]
             + u2["output"] * (step.o / unit).square().mean(-1)
         )
         o[at] = step.o
