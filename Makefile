@@ -10,6 +10,9 @@ VENV_ARGS ?=
 TORCH ?= torch==2.13.0
 PY := $(VENV)/bin/python
 
+# The requirements of the `cuda` extra, whose one home is pyproject.toml. Without theirs: of CUTLASS only headers are used.
+CUDA_EXTRA := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['cuda'])
+
 .PHONY: demo test test-gpu lint fuzz bench clean
 
 demo: $(VENV)/.ready
@@ -38,6 +41,7 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
 	$(PY) -m pip install -q -e ".[test,lint]"
+	$(PY) -m pip install -q --no-deps $$($(PY) -c "$(CUDA_EXTRA)")
 	touch $@
 
 clean:

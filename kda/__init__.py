@@ -1,8 +1,18 @@
 """Kernels for Kimi Delta Attention (KDA): one function, several implementations, one specification."""
 
-from kda.api import explain, fwd
+from kda.api import build, explain, fwd
 from kda.dispatch import Availability, Explanation, Unsupported, implementations
 from kda.problem import Output
 from kda.version import __version__
 
-__all__ = ["Availability", "Explanation", "Output", "Unsupported", "__version__", "explain", "fwd", "implementations"]
+__all__ = [
+    "Availability",
+    "Explanation",
+    "Output",
+    "Unsupported",
+    "__version__",
+    "build",
+    "explain",
+    "fwd",
+    "implementations",
+]

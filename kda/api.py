@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -164,3 +165,22 @@ def explain(*args: object, **kwargs: object) -> dispatch.Explanation:
     """
     problem, impl = gather(*args, **kwargs)
     return dispatch.explain_facts(problem.facts, impl)
+
+
+def build(*, force: bool = False, verbose: bool = False) -> Path:
+    """Compile the Hopper kernels if they are not built yet, so that ``auto`` takes them from now on.
+
+    It needs nvcc, the CUTLASS headers, ninja and a C++ compiler, but no GPU; README.md says which and where from. The
+    library is kept in the user's cache (``KDA_CACHE`` moves it) for every process and machine that sees it.
+
+    Args:
+        force: compile although it is there.
+        verbose: print the compilers' commands and output to standard error.
+
+    Returns:
+        The path of the library.
+
+    Raises:
+        RuntimeError: a piece is missing, a compiler failed, or a kernel spills registers; the message says which.
+    """
+    return dispatch.build("cuda", force=force, verbose=verbose)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
-from kda.problem import Facts, Implementation
+from kda.problem import Facts, Implementation, Missing
 
 log = logging.getLogger("kda")
 
@@ -108,8 +110,33 @@ def forget() -> None:
     _missing.cache_clear()
 
 
+def build(name: str, *, force: bool = False, verbose: bool = False) -> Path:
+    """Build the implementation called `name` and return where it is; every later call sees that it is there."""
+    make = implementation(name).build
+    if make is None:
+        raise RuntimeError(f"{name} has nothing to build")
+    try:
+        return make(force=force, verbose=verbose)
+    finally:
+        forget()
+
+
+def _at_first_use(name: str, facts: Facts) -> tuple[str, ...]:
+    """Every reason against an implementation asked for by name, built first if that alone is in the way."""
+    reasons, impl = _reasons(name, facts), implementation(name)
+    if not reasons or impl.build is None or impl.reasons(facts):
+        return reasons
+    if os.environ.get("KDA_NO_JIT", "").lower() not in ("", "0", "false", "no", "off"):
+        return (*reasons, "KDA_NO_JIT is set: nothing is built at the first use.")
+    try:
+        build(name)
+    except Missing as error:
+        return (str(error),)
+    return _reasons(name, facts)
+
+
 def explain_facts(facts: Facts, impl: str = "auto") -> Explanation:
-    """What `impl` comes to for these facts, with every implementation's reasons."""
+    """What `impl` comes to for these facts, with every implementation's reasons. Builds nothing: not built is one."""
     auto = AUTO.get(facts.device, ())
     reasons = {name: _reasons(name, facts) for name in TABLE}
     candidates = auto if impl == "auto" else (impl,)
@@ -119,10 +146,16 @@ def explain_facts(facts: Facts, impl: str = "auto") -> Explanation:
 
 
 def choose(facts: Facts, impl: str = "auto") -> Implementation:
-    """The implementation that runs these facts. Raises `Unsupported` with every reason if there is none."""
+    """The implementation that runs these facts. Raises `Unsupported` with every reason if there is none.
+
+    `auto` takes what is there. One asked for by name that only has to be built is built now, unless KDA_NO_JIT=1; a
+    build that fails raises its own RuntimeError.
+    """
     candidates = AUTO.get(facts.device, ()) if impl == "auto" else (impl,)
+    reasons_of = _reasons if impl == "auto" else _at_first_use
     for name in candidates:
-        if not _reasons(name, facts):
+        against = reasons_of(name, facts)
+        if not against:
             if log.isEnabledFor(logging.INFO):
                 _log_once(name, replace(facts, B=0, T=0, N=0))
             return implementation(name)
@@ -130,7 +163,7 @@ def choose(facts: Facts, impl: str = "auto") -> Implementation:
     able = [name for name, listed in reasons.items() if not listed]
     if impl != "auto":
         hint = f"; {', '.join(able)} could" if able else ""
-        listed = {impl: reasons.pop(impl), **reasons}
+        listed = {impl: against, **{name: others for name, others in reasons.items() if name != impl}}
         raise Unsupported(f"impl={impl!r} cannot run this call{hint}:", {n: r for n, r in listed.items() if r})
     hint = f" impl={able[0]!r} can, in plain PyTorch." if able else ""
     where = f"on a {facts.device} tensor auto takes {' or '.join(candidates) or 'nothing'}"

@@ -1,6 +1,7 @@
 """Constants, rounding units and the exponent budget. Each has this one home.
 
-Kernels get these as compile-time constants, tests as tolerances.
+Triton kernels get these as compile-time constants, CUDA kernels as the header that `cuda_header` writes, tests as
+tolerances.
 """
 
 from __future__ import annotations
@@ -74,3 +75,14 @@ def exponent_margin(chunk: int, lower_bound: float) -> float:
     refuse a bound whose margin is below what its operands need.
     """
     return EXPONENT_BITS - chunk * abs(lower_bound) * LOG2E
+
+
+def cuda_header() -> str:
+    """`kda/numerics.h` of the CUDA kernels: every number of this module under its name, in namespace `kda`."""
+    lines = []
+    for name, value in globals().items():
+        if name.isupper() and isinstance(value, (int, float)):
+            kind, text = ("int", str(value)) if isinstance(value, int) else ("float", f"{value!r}f")
+            lines.append(f"inline constexpr {kind} {name} = {text};")
+    start = "// Generated from kda/numerics.py, the one home of these numbers."
+    return "\n".join([start, "#pragma once", "", "namespace kda {", *lines, "}  // namespace kda", ""])

@@ -9,6 +9,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,24 @@ class Output(NamedTuple):
 
     o: Tensor
     final_state: Tensor | None
+
+
+#: Bytes of a vector, to which tensor maps and vectorised loads want rows aligned.
+VECTOR = 16
+
+
+def aligned(x: Tensor, unit: int = VECTOR) -> bool:
+    """Whether the last dimension is contiguous and every row of it starts at a multiple of `unit` bytes.
+
+    A dimension that is expanded (stride 0) is not: a tensor map has no such stride.
+    """
+    size = x.element_size()
+    rows = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    return (
+        (x.stride(-1) == 1 or x.shape[-1] == 1)
+        and x.data_ptr() % unit == 0
+        and all(stride > 0 and stride * size % unit == 0 for stride, n in rows if n > 1)
+    )
 
 
 class GateKind(enum.Enum):
@@ -105,8 +124,8 @@ class Facts:
     use_beta_sigmoid: bool
     allow_neg_eigval: bool
     batch_invariant: bool
-    #: Names of the arguments whose last dimension is not contiguous.
-    strided: tuple[str, ...]
+    #: Names of the tensors, buffers included, that a kernel cannot address by rows of whole vectors (`aligned`).
+    unaligned: tuple[str, ...]
     #: Names of the arguments that require grad, where grad mode is on.
     requires_grad: tuple[str, ...]
 
@@ -156,6 +175,10 @@ class Problem:
         return Output(o if self.out is None else self.out.copy_(o), state)
 
 
+class Missing(RuntimeError):
+    """What an implementation needs is not on this machine. The message is a sentence: what, and how to get it."""
+
+
 def _available() -> str | None:
     return None
 
@@ -167,6 +190,8 @@ class Implementation:
     reasons:      pure function of the facts: every sentence why this call cannot run here; empty if it can.
     rounding:     pure function of the facts: where it rounds, from which the tests derive their tolerance.
     unavailable:  None, or one sentence: what is missing on this machine and how to get it.
+    build:        None where there is nothing to build. Else `build(force=False, verbose=False)` makes it available and
+                  returns where it is. Raises `Missing` if it cannot begin here, RuntimeError if the build failed.
     notes:        what it would do that a caller may want to know, such as a copy of a strided input.
     """
 
@@ -176,4 +201,5 @@ class Implementation:
     rounding: Callable[[Facts], Rounding]
     fwd: Callable[[Problem], Output]
     unavailable: Callable[[], str | None] = field(default=_available)
+    build: Callable[..., Path] | None = None
     notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])

@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from kda.problem import Facts, GateKind, Layout, Problem, gate_kind
+from kda.problem import Facts, GateKind, Layout, Problem, aligned, gate_kind
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FLOAT_NAMES = "bfloat16, float16, float32 or float64"
@@ -361,7 +361,14 @@ def forward(
         use_beta_sigmoid=use_beta_sigmoid,
         allow_neg_eigval=allow_neg_eigval,
         batch_invariant=batch_invariant,
-        strided=tuple(name for name, t in inputs.items() if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1),
+        unaligned=tuple(
+            name
+            for name, x in (
+                *(("q", q), ("k", k), ("v", v), ("g", g), ("out", out)),
+                *(("initial_state", initial_state), ("final_state", final_state)),
+            )
+            if x is not None and not aligned(x)
+        ),
         requires_grad=graded,
     )
     # A lazily negated view (as torch.imag of a conjugate) has the opposite values in memory.

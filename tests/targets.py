@@ -5,21 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-GPU = torch.cuda.is_available()
+from kda import dispatch
+from kda.testing.cases import Case, within_hopper
 
-#: Implementations that are kernels, tested on a GPU where there is one, else interpreted.
-KERNELS = ("triton",)
+GPU = torch.cuda.is_available()
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
+
+#: Implementations that are kernels, tested on a GPU where there is one. Else Triton is interpreted, CUDA not run.
+KERNELS = ("triton", "cuda") if HOPPER else ("triton",)
 PYTORCH = ("recurrent", "chunked")
 
 
-def kernels() -> list:
-    """Parameters for the kernels."""
-    return [pytest.param(name, marks=[pytest.mark.gpu] if GPU else []) for name in KERNELS]
+def parameter(name: str) -> object:
+    missing = dispatch.implementation(name).unavailable()
+    marks = [pytest.mark.gpu] if GPU else []
+    return pytest.param(name, marks=[*marks, pytest.mark.skip(reason=missing)] if missing else marks)
 
 
-def implementations() -> list:
-    """Parameters for every implementation."""
-    return [*PYTORCH, *kernels()]
+def kernels(but: str = "") -> list:
+    """Parameters for the kernels, without the one called `but`."""
+    return [parameter(name) for name in KERNELS if name != but]
+
+
+def implementations(but: str = "") -> list:
+    """Parameters for every implementation, without the one called `but`."""
+    return [*PYTORCH, *kernels(but)]
 
 
 def device(impl: str) -> str:
@@ -29,3 +39,8 @@ def device(impl: str) -> str:
 
 def interpreted(impl: str) -> bool:
     return impl in KERNELS and not GPU
+
+
+def fitted(case: Case, impl: str) -> Case:
+    """The case as `impl` can take it: `cuda` has its own channels, dtype and gate."""
+    return within_hopper(case) if impl == "cuda" else case

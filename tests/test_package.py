@@ -50,7 +50,7 @@ import torch
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "einops", "rich", "hypothesis", "pytest", "numba", "ninja"):
+        if name.split(".")[0] in ("triton", "einops", "rich", "hypothesis", "pytest", "numba", "ninja", "filelock"):
             result["tried"].append(name)
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

@@ -597,12 +597,29 @@ def test_facts_of_a_call():
     expected |= {"varlen": True, "initial_state": True, "final_state": True, "state_dtype": torch.float32}
     expected |= {"dtype": torch.float32, "g_dtype": torch.float64, "beta_dtype": torch.float32}
     expected |= {"A_log_dtype": torch.float32, "dt_bias_dtype": torch.bfloat16, "gate": GateKind.BOUNDED}
-    expected |= {"lower_bound": -5.0, "use_qk_l2norm": False, "batch_invariant": True, "strided": ("q",)}
+    expected |= {"lower_bound": -5.0, "use_qk_l2norm": False, "batch_invariant": True}
     assert {name: getattr(problem.facts, name) for name in expected} == expected
     one = kda.api.gather(**inputs(2, K=1, V=1))[0].facts
     assert (one.B, one.N, one.varlen, one.initial_state, one.final_state) == (2, 2, False, False, False)
-    narrow = inputs(K=1) | {"g": flat(1, T, HV, 2)[..., :1].as_strided((1, T, HV, 1), (T * HV * 2, HV * 2, 2, 2))}
-    assert kda.api.gather(**narrow)[0].facts.strided == ()
+
+
+def test_unaligned_names_what_vectors_cannot_address():
+    """Rows of 16-byte vectors: contiguous, on a multiple of 16 bytes, none twice."""
+    call = inputs(B=2, K=8, V=8) | {"initial_state": flat(2, HV, 8, 8)}
+
+    def unaligned(**changes):
+        return kda.api.gather(**(call | changes))[0].facts.unaligned
+
+    def padded(x, extra, start=0):
+        return flat(*x.shape[:-1], x.shape[-1] + extra)[..., start : start + x.shape[-1]]
+
+    assert unaligned() == ()
+    assert unaligned(q=padded(call["q"], 4)) == ()
+    assert unaligned(q=padded(call["q"], 3), v=padded(call["v"], 4, start=1)) == ("q", "v")
+    assert unaligned(k=torch.stack([call["k"]] * 2, -1)[..., 0]) == ("k",)
+    assert unaligned(g=call["g"][:, :, :1].expand(call["g"].shape)) == ("g",)
+    assert unaligned(out=padded(call["v"], 3), final_state=padded(call["initial_state"], 5)) == ("out", "final_state")
+    assert unaligned(q=call["q"].transpose(1, 2).contiguous().transpose(1, 2)) == ()
 
 
 def test_double_precision():

@@ -20,6 +20,11 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("info", help="which implementations run here, and why the rest does not (the default)")
 
+    build = commands.add_parser("build", help="compile the Hopper kernels, and print what they take of the machine")
+    build.add_argument("--force", action="store_true", help="compile although they are built")
+    # No default of its own: it would overwrite the --verbose before the command's name.
+    build.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help="print the compilers' output")
+
     commands.add_parser("demo", help="prefill and decode real documents, compared with the specification")
 
     fuzz = commands.add_parser("fuzz", help="draw cases at random and judge them, until the time is up")
@@ -54,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kda.cli import info
 
         return info.run(console)
+    if args.command == "build":
+        from kda.cli import build
+
+        return build.run(console, args.force, args.verbose)
     if args.command == "demo":
         from kda.cli import demo
 

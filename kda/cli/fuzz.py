@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kda import dispatch
-from kda.testing.cases import DTYPES, Case
+from kda.testing.cases import DTYPES, Case, within_hopper
 from kda.testing.judge import Finding, check, device_of, reasons, reproducer
 from kda.testing.strategies import CHANNELS, cases
 
@@ -40,15 +40,21 @@ def _strategy(impl: str, device: str) -> st.SearchStrategy[Case]:
     dtypes = tuple(name for name in DTYPES if name != "float64" or impl in ("recurrent", "chunked"))
     if impl == "triton" and device == "cuda":
         return cases(dtypes, max_tokens=600, channels=(*CHANNELS, 100, 128, 200, 256))
+    if impl == "cuda":
+        return cases(("bfloat16",), max_tokens=600, channels=(128,)).map(within_hopper)
     if impl == "triton":  # interpreted
         return cases(dtypes, max_tokens=130, channels=(1, 8, 16, 17, 33))
     return cases(dtypes)
 
 
+def _small(impl: str | None) -> Case:
+    return within_hopper(Case(lengths=(3,))) if impl == "cuda" else Case(lengths=(3,))
+
+
 def targets(impl: str | None) -> list[str]:
     """The implementations to attack: the one asked for, else every one that runs a small case here."""
     names = [impl] if impl else list(dispatch.TABLE)
-    return [name for name in names if not reasons(Case(lengths=(3,)), name)]
+    return [name for name in names if not reasons(_small(name), name)]
 
 
 def _round(impl: str, start: int, deadline: float, judged: list[Judged], progress: Progress) -> None:
@@ -98,7 +104,7 @@ def run(console: Console, seconds: float, impl: str | None, start: int | None) -
     """Fuzz for `seconds`, shared among the implementations. Returns 1 on a finding, 2 if nothing can run."""
     names = targets(impl)
     if not names:
-        why = " ".join(reasons(Case(lengths=(3,)), impl)) if impl else "nothing runs here"
+        why = " ".join(reasons(_small(impl), impl)) if impl else "nothing runs here"
         console.print(f"cannot fuzz {impl or ''}: {why}", style="red", markup=False)
         return 2
     start = secrets.randbelow(2**31) if start is None else start

@@ -1,20 +1,36 @@
-"""The SM90 path. So far a capability record: which calls it is for, and that it is not built yet."""
+"""The fastest path on Hopper: one fused CUTLASS kernel for bf16, K = V = 128 and the bounded gate.
+
+`csrc` and `include` hold the kernel, `build` and `toolchain` compile it, `library` opens it, `fwd` calls it. Nothing of
+that is imported before it is needed.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from kda.numerics import Rounding, exponent_margin
+from kda.numerics import Rounding, exponent_margin, unit_roundoff
 from kda.problem import Facts, GateKind, Implementation, Output, Problem
 
 CHANNELS = 128
-#: Tokens between two anchors of the bounded gate's exponent, and the bits its operands need beside the gate's.
-ANCHORED = 32
+#: Tokens of a chunk, and the bits of exponent that its operands need beside the gate's.
+TOKENS = 32
 OPERAND_BITS = 20.0
+#: Tokens and (sequence, head) pairs are counted in 32 bits.
+MOST = 2**31 - 64
 
 
 def _unavailable() -> str | None:
-    return "not built yet."
+    from kda.cuda import build
+
+    return build.unavailable()
+
+
+def _build(*, force: bool = False, verbose: bool = False) -> Path:
+    from kda.cuda import build
+
+    return build.build(force=force, verbose=verbose)
 
 
 def _reasons(facts: Facts) -> list[str]:
@@ -36,19 +52,38 @@ def _reasons(facts: Facts) -> list[str]:
             reasons.append(f"{name} is {getattr(facts, name)}; the kernel takes {CHANNELS}.")
     if facts.gate is not GateKind.BOUNDED:
         reasons.append(f"the gate is {facts.gate.value}; the kernel's exponents need lower_bound.")
-    elif exponent_margin(ANCHORED, facts.lower_bound or 0.0) < OPERAND_BITS:
+    elif exponent_margin(TOKENS, facts.lower_bound or 0.0) < OPERAND_BITS:
         reasons.append(f"lower_bound is {facts.lower_bound}; the kernel's exponent budget ends just below -5.")
+    if max(facts.T, facts.N * facts.HV) > MOST:
+        reasons.append(f"T is {facts.T} and N * HV is {facts.N * facts.HV}; the kernel counts up to {MOST}.")
     if facts.requires_grad:
         reasons.append(f"{', '.join(facts.requires_grad)} requires grad; there is no backward here.")
     return reasons
 
 
 def _rounding(facts: Facts) -> Rounding:
-    return Rounding.uniform(torch.bfloat16, output=facts.dtype, stored_state=facts.state_dtype, chunk=ANCHORED)
+    bf16 = unit_roundoff(torch.bfloat16)
+    return Rounding(
+        operand=bf16,
+        inverse=bf16,
+        gate=2.0**-21,  # exp2 and the reciprocal of the device, and a sum of 32 log decays in fp32
+        state=unit_roundoff(torch.float32),
+        output=unit_roundoff(facts.dtype),
+        stored_state=unit_roundoff(facts.state_dtype),
+        chunk=TOKENS,
+    )
+
+
+def _notes(facts: Facts) -> list[str]:
+    if not facts.unaligned:
+        return []
+    return [f"copies {', '.join(facts.unaligned)}: rows must be contiguous and start at multiples of 16 bytes."]
 
 
 def _fwd(problem: Problem) -> Output:
-    raise RuntimeError("kda.cuda is not built yet; the dispatcher never chooses it")
+    from kda.cuda.fwd import fwd
+
+    return fwd(problem)
 
 
 IMPL = Implementation(
@@ -58,4 +93,6 @@ IMPL = Implementation(
     rounding=_rounding,
     fwd=_fwd,
     unavailable=_unavailable,
+    build=_build,
+    notes=_notes,
 )

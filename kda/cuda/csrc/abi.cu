@@ -1,0 +1,10 @@
+// What the library exports besides its kernels.
+#include <cuda_runtime.h>
+
+#include "kda/fwd.h"
+
+extern "C" int kda_abi(void) { return KDA_ABI; }
+
+extern "C" int kda_arch(void) { return 90; }
+
+extern "C" const char* kda_error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

@@ -1,0 +1,110 @@
+// The fused forward kernel for Hopper and its launch.
+//
+// One persistent CTA per multiprocessor takes (sequence, value head) tasks. 640 threads: two consumer warpgroups hold
+// the state, two producer warpgroups prepare chunks in turn, one warpgroup of single-warp roles moves the tiles.
+#include <atomic>
+#include <cmath>
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "cutlass/arch/reg_reconfig.h"
+#include "kda/sm90/copy.cuh"
+#include "kda/sm90/prepare.cuh"
+#include "kda/sm90/recur.cuh"
+
+namespace kda::sm90 {
+namespace {
+
+constexpr int THREADS = 640;
+
+__global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(1024) char raw_shared[];
+  Shared& s = *reinterpret_cast<Shared*>(raw_shared);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) s.raw[i].init(1), s.ready[i].init(1), s.full[i].init(4), s.empty[i].init(8);
+    for (int i = 0; i < 2; ++i) s.o_full[i].init(8), s.o_empty[i].init(1);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (group < 2) {
+    cutlass::arch::warpgroup_reg_alloc<160>();
+    recur(args, s, group);
+  } else if (group < 4) {
+    cutlass::arch::warpgroup_reg_dealloc<64>();
+    prepare(args, s, group - 2);
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<32>();
+    if (warp == 16) {
+      if (cute::elect_one_sync()) copy_in(args, s);
+    } else if (warp < 19) {
+      look_at_rows(args, s, warp - 17);
+    } else {
+      clear_padding(args.p);
+      copy_out(args, s);
+    }
+  }
+}
+
+/// A map of [128, heads, tokens, batch] in bf16 whose boxes are half tiles of one head.
+cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&stride)[3], int64_t B, int64_t T, int64_t heads) {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found == cudaDriverEntryPointSuccess ? function : nullptr);
+  }();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint64_t size[4] = {CHANNELS, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(T), static_cast<cuuint64_t>(B)};
+  // A dimension of one element is never stepped over, whatever stride it is said to have.
+  const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(heads > 1 ? stride[2] * 2 : 256),
+                               static_cast<cuuint64_t>(T > 1 ? stride[1] * 2 : 256),
+                               static_cast<cuuint64_t>(B > 1 ? stride[0] * 2 : 256)};
+  const cuuint32_t box[4] = {HALF, 1, TOKENS, 1}, step[4] = {1, 1, 1, 1};
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), size, bytes, box, step,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+/// Multiprocessors of the current device, after the kernel was allowed its shared memory there.
+cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
+  static std::atomic<int> known[64];
+  int device;
+  if (cudaError_t error = cudaGetDevice(&device)) return error;
+  const bool remembered = device < 64;
+  multiprocessors = remembered ? known[device].load() : 0;
+  if (multiprocessors > 0) return cudaSuccess;
+  if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
+  if (cudaError_t error = cudaFuncSetAttribute(fwd_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) return error;
+  if (remembered) known[device].store(multiprocessors);
+  return cudaSuccess;
+}
+
+}  // namespace
+}  // namespace kda::sm90
+
+extern "C" int kda_fwd_sm90(const kda_fwd_params* p, void* stream) {
+  using namespace kda::sm90;
+  const int64_t tasks = p->N * p->HV;
+  if (tasks == 0) return cudaSuccess;
+  constexpr int shared_bytes = sizeof(Shared);
+  int multiprocessors = 0;
+  if (cudaError_t error = prepare_device(multiprocessors, shared_bytes)) return error;
+
+  Arguments args;
+  args.p = *p;
+  args.anchor = static_cast<int>(std::lround(16.0 * std::fabs(p->lower_bound) * kda::LOG2E));
+  if (p->B * p->T > 0) {
+    if (cudaError_t error = tensor_map(args.q, p->q, p->q_stride, p->B, p->T, p->H)) return error;
+    if (cudaError_t error = tensor_map(args.k, p->k, p->k_stride, p->B, p->T, p->H)) return error;
+    if (cudaError_t error = tensor_map(args.v, p->v, p->v_stride, p->B, p->T, p->HV)) return error;
+    if (cudaError_t error = tensor_map(args.g, p->g, p->g_stride, p->B, p->T, p->HV)) return error;
+    if (cudaError_t error = tensor_map(args.out, p->out, p->out_stride, p->B, p->T, p->HV)) return error;
+  }
+  const int grid = static_cast<int>(tasks < multiprocessors ? tasks : multiprocessors);
+  fwd_kernel<<<grid, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args);
+  return cudaGetLastError();
+}

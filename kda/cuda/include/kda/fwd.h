@@ -1,0 +1,66 @@
+// The C ABI of the library: what a caller fills in, and the functions it exports. Plain C, no torch, no CUDA header.
+// `kda/cuda/library.py` mirrors the structures field by field; KDA_ABI changes with every change here.
+#pragma once
+#include <stdint.h>
+
+#define KDA_ABI 1
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// Float dtypes of a tensor that may come in more than one.
+enum kda_dtype { KDA_NONE = 0, KDA_BF16 = 1, KDA_FP16 = 2, KDA_FP32 = 3, KDA_FP64 = 4 };
+
+/// One forward call of the SM90 kernel. K = V = 128; strides in elements; the last dimension has stride 1.
+struct kda_fwd_params {
+  const void* q;              // [B, T, H, 128] bf16
+  const void* k;              // [B, T, H, 128] bf16
+  const void* v;              // [B, T, HV, 128] bf16
+  const void* g;              // [B, T, HV, 128] bf16
+  const void* beta;           // [B, T, HV] bf16 or fp32
+  void* out;                  // [B, T, HV, 128] bf16
+  const void* A_log;          // [HV] any float, or null
+  const void* dt_bias;        // [HV, 128] any float, or null
+  const void* initial_state;  // [N, HV, 128, 128] (V, K), or null
+  void* final_state;          // [N, HV, 128, 128] (V, K), or null
+  const void* cu_seqlens;     // [N + 1] int32 or int64, or null: then N = B and every row is a sequence
+  int64_t q_stride[3];        // batch, token, head
+  int64_t k_stride[3];
+  int64_t v_stride[3];
+  int64_t g_stride[3];
+  int64_t beta_stride[3];
+  int64_t out_stride[3];
+  int64_t initial_stride[3];  // sequence, head, v
+  int64_t final_stride[3];
+  int64_t A_log_stride;
+  int64_t dt_bias_stride[2];  // head, channel
+  int64_t cu_stride;
+  int64_t B, T, H, HV, N;
+  float scale;
+  float lower_bound;
+  int32_t beta_dtype;         // enum kda_dtype
+  int32_t A_log_dtype;
+  int32_t dt_bias_dtype;
+  int32_t state_dtype;        // of both states
+  int32_t cu_64;              // cu_seqlens holds int64
+  int32_t use_qk_l2norm;
+  int32_t use_beta_sigmoid;
+  int32_t allow_neg_eigval;
+};
+
+/// KDA_ABI of the binary.
+int kda_abi(void);
+
+/// Compute capability the kernels were compiled for, such as 90.
+int kda_arch(void);
+
+/// Launch on `stream` (a cudaStream_t) of the current device. Returns 0 or an error for `kda_error_text`.
+int kda_fwd_sm90(const struct kda_fwd_params* params, void* stream);
+
+/// Text of an error returned by the functions above; never null.
+const char* kda_error_text(int error);
+
+#ifdef __cplusplus
+}
+#endif

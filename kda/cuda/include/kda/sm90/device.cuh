@@ -1,0 +1,76 @@
+// Device helpers that CUTLASS has no name for, and short names for those of its instructions that are used everywhere.
+#pragma once
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "cute/arch/copy_sm75.hpp"
+#include "cute/arch/copy_sm90.hpp"
+#include "cute/arch/mma_sm80.hpp"
+#include "cutlass/arch/barrier.h"
+
+namespace kda::sm90 {
+
+__device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22; results below 2^-126 are zero
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // relative error 2^-23; 1 / inf is 0
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// NaN stays NaN, as it does not with fmin and fmax.
+__device__ __forceinline__ float clamp(float x, float least, float most) {
+  x = x < least ? least : x;
+  return x > most ? most : x;
+}
+
+/// Two floats rounded to bf16, `low` in the lower half: the order of two neighbours in memory and in a fragment.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+/// 2^n for -126 <= n <= 127.
+__device__ __forceinline__ float power_of_two(int n) { return __int_as_float((n + 127) << 23); }
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  cute::SM75_U32x4_LDSM_N::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
+}
+
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const void* row) {
+  cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
+}
+
+__device__ __forceinline__ void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  cute::SM90_U32x4_STSM_N::copy(a, b, c, d, *static_cast<cute::uint128_t*>(row));
+}
+
+__device__ __forceinline__ void store_transposed(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  cute::SM90_U16x8_STSM_T::copy(a, b, c, d, *static_cast<cute::uint128_t*>(row));
+}
+
+/// d += a b for one 16 x 8 x 16 product in bf16. A lane holds of a [16 x 16] in row-major order rows lane / 4 and 8 more,
+/// columns lane % 4 * 2 and 8 more; b is [8 x 16] the same way.
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
+}
+
+/// Everything this thread wrote to shared memory is seen by wgmma and bulk copies that come after the next barrier.
+__device__ __forceinline__ void publish() { cutlass::arch::fence_view_async_shared(); }
+
+/// One arrival for a whole warp, after all its lanes came here.
+__device__ __forceinline__ void arrive_warp(const cutlass::arch::ClusterBarrier& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier.arrive();
+}
+
+}  // namespace kda::sm90

@@ -1,0 +1,263 @@
+// What a chunk needs that does not depend on the state. One warpgroup per chunk; two groups take turns.
+//
+// With G the sum of log2 decays from the chunk's start, and rows t, s of the chunk:
+//
+//   Kd = k 2^G    Qd = q 2^G    Ki = k 2^-G    Kr = k 2^(G_end - G)
+//   L  = strict_lower(Kd Ki^T) beta_t     M = lower(Qd Ki^T)
+//   Ab = (I + L)^-1 diag(beta)            Ak = Ab^T Kr         Aq = M Ab
+//
+// 2^G spans more than the exponent of bf16 over 32 tokens of the strongest gate. So rows 16..31 of Kd, Qd and Ki are
+// anchored: G + anchor instead of G, a constant, the same whatever the gates are (so no row depends on a later token).
+// That leaves 2^anchor too much in block (rows >= 16, columns < 16) of L and M, taken out again exactly; rows >= 16 of
+// Aq are given 2^anchor, because the recurrence meets it in Qd S.
+#pragma once
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "kda/numerics.h"
+#include "kda/sm90/device.cuh"
+#include "kda/sm90/shared.cuh"
+#include "kda/sm90/task.cuh"
+
+namespace kda::sm90 {
+
+/// The log2 decay is lower_bound log2(e) sigmoid(exp(A_log) (g + bias)). Its constants for two channels: the biases, and
+/// -log2(e) exp(A_log). They live in shared memory, because the chunk needs the registers.
+__device__ __forceinline__ float4 gate_of(const kda_fwd_params& p, int head, int channel) {
+  const float A_log = p.A_log ? load_float(p.A_log, head * p.A_log_stride, p.A_log_dtype) : 0.0f;
+  float bias[2] = {0.0f, 0.0f};
+  if (p.dt_bias) {
+    for (int i = 0; i < 2; ++i) {
+      const int64_t at = head * p.dt_bias_stride[0] + (channel + i) * p.dt_bias_stride[1];
+      bias[i] = clamp(load_float(p.dt_bias, at, p.dt_bias_dtype), -1e30f, 1e30f);
+    }
+  }
+  // Never 0: a tail's gate of -inf times the slope must be infinite.
+  return make_float4(bias[0], bias[1], -LOG2E * exp2_fast(LOG2E * clamp(A_log, -69.0f, MAX_EXP)), 0.0f);
+}
+
+__device__ __forceinline__ float sigmoid(float g, float bias, float slope) {
+  return reciprocal(1.0f + exp2_fast(slope * (g + bias)));
+}
+
+/// Kd, Qd, Ki, Kr and the chunk's decay, each thread two channels of 16 rows, in place of k, q, g.
+__device__ __forceinline__ void decay_rows(Stage& stage, float (&sums)[2][CHANNELS], const float4& gate, float bound,
+                                           float anchor, int thread, int barrier) {
+  const int warp = thread / 32, lane = thread % 32, half = warp & 1, upper = warp >> 1;
+  const int channel = half * HALF + 2 * lane;
+  const int first = upper * 16 * 128;  // byte of the thread's first row
+  auto word = [&](char* tile, int i) -> uint32_t& {
+    return *reinterpret_cast<uint32_t*>(tile + first + i * 128 + ((lane * 4) ^ ((i & 7) * 16)));
+  };
+
+  float G[2][16];
+  float a = 0.0f, b = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t g = word(stage.half[half].g, i);
+    a = fmaf(bound, sigmoid(low(g), gate.x, gate.z), a), b = fmaf(bound, sigmoid(high(g), gate.y, gate.z), b);
+    G[0][i] = a, G[1][i] = b;
+  }
+  *reinterpret_cast<float2*>(&sums[upper][channel]) = make_float2(a, b);
+  cutlass::arch::NamedBarrier::sync(128, barrier);
+  const float2 before = *reinterpret_cast<const float2*>(&sums[0][channel]);
+  const float2 after = *reinterpret_cast<const float2*>(&sums[1][channel]);
+  const float2 end = make_float2(before.x + after.x, before.y + after.y);
+  // What is added to G, and Kr = Ki * rest * rest: two factors keep every intermediate within the exponent.
+  const float2 shift = upper ? make_float2(before.x + anchor, before.y + anchor) : make_float2(0.0f, 0.0f);
+  const float still = upper ? anchor : 0.0f;
+  const float2 rest = make_float2(exp2_fast(0.5f * (end.x + still)), exp2_fast(0.5f * (end.y + still)));
+  if (upper) *reinterpret_cast<float2*>(&stage.decay[channel]) = make_float2(exp2_fast(end.x), exp2_fast(end.y));
+
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float2 norm = stage.norm[upper * 16 + i];
+    const float x = G[0][i] + shift.x, y = G[1][i] + shift.y;
+    const float ex = exp2_fast(x), ey = exp2_fast(y);
+    const uint32_t k = word(stage.half[half].k, i), q = word(stage.half[half].q, i);
+    const float kx = low(k) * norm.x, ky = high(k) * norm.x;
+    const float ix = kx * exp2_fast(-x), iy = ky * exp2_fast(-y);
+    word(stage.half[half].k, i) = pack(kx * ex, ky * ey);
+    word(stage.half[half].q, i) = pack(low(q) * norm.y * ex, high(q) * norm.y * ey);
+    word(stage.half[half].g, i) = pack(ix, iy);
+    word(stage.half[half].kr, i) = pack(ix * rest.x * rest.x, iy * rest.y * rest.y);
+  }
+}
+
+/// Rows of Kd Ki^T (warps 0 and 1) and Qd Ki^T (warps 2 and 3): 16 rows a warp, 32 columns.
+__device__ __forceinline__ void score(Stage& stage, float (&d)[16]) {
+  using namespace cute::SM90::GMMA;
+  using Product = MMA_64x32x16_F32BF16BF16_SS<Major::K, Major::K>;
+  const uint64_t kq = descriptor(stage.half[0].k, LayoutType::B128, 1024);
+  const uint64_t ki = descriptor(stage.half[0].g, LayoutType::B128, 1024);
+  for (float& x : d) cute::warpgroup_fence_operand(x);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    Product::fma(operator_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32), operator_at(ki, i / 4 * HALF_STRIDE + i % 4 * 32),
+                 d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15],
+                 i == 0 ? ScaleOut::Zero : ScaleOut::One);
+  }
+  cute::warpgroup_commit_batch();
+  cute::warpgroup_wait<0>();
+  for (float& x : d) cute::warpgroup_fence_operand(x);
+}
+
+/// L transposed, in fp32, from 16 rows of Kd Ki^T. Element d[4 n + 2 r + e] is row 8 r + lane / 4 of the warp's 16 and
+/// column 8 n + lane % 4 * 2 + e. Masks select: what they hide may be infinite.
+__device__ __forceinline__ void mask_keys(const Stage& stage, const float (&d)[16], float exact, float* lower, int upper,
+                                          int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 16 * upper + 8 * r + lane / 4;
+    const float beta = stage.beta[row], early = beta * exact;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = 8 * n + lane % 4 * 2 + e;
+        const float x = d[4 * n + 2 * r + e] * (n < 2 ? early : beta);
+        lower[column * LOWER_PITCH + row] = column < row ? x : 0.0f;
+      }
+    }
+  }
+}
+
+/// 16 rows of M from those of Qd Ki^T. They wait in the place of Aq, so that the inverse has the registers.
+__device__ __forceinline__ void mask_queries(Stage& stage, const float (&d)[16], float exact, int upper, int lane) {
+  uint32_t m[2][4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = 16 * upper + 8 * r + lane / 4, column = 8 * n + lane % 4 * 2;
+      const float scale = n < 2 ? exact : 1.0f;
+      const float x = d[4 * n + 2 * r] * scale, y = d[4 * n + 2 * r + 1] * scale;
+      m[n / 2][n % 2 * 2 + r] = pack(column <= row ? x : 0.0f, column + 1 <= row ? y : 0.0f);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    store_matrices(stage.aq + swizzled64(16 * upper + lane % 16, 2 * n + lane / 16), m[n][0], m[n][1], m[n][2], m[n][3]);
+  }
+}
+
+/// Column `lane` of Ab, by forward substitution in fp32: entries of the inverse are bounded, powers of L are not.
+/// Every row is updated as soon as an x is known, so that only one multiply-add in 32 waits for the one before.
+__device__ __forceinline__ void invert(const float* lower, const Stage& stage, char* inverse, int lane) {
+  float x[TOKENS];
+#pragma unroll
+  for (int i = 0; i < TOKENS; ++i) x[i] = i == lane ? 1.0f : 0.0f;
+#pragma unroll
+  for (int j = 0; j < TOKENS - 1; ++j) {
+#pragma unroll
+    for (int i = (j + 1) / 4 * 4; i < TOKENS; i += 4) {
+      const float4 l = *reinterpret_cast<const float4*>(lower + j * LOWER_PITCH + i);
+      const float column[4] = {l.x, l.y, l.z, l.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (i + e > j) x[i + e] = fmaf(-column[e], x[j], x[i + e]);
+      }
+    }
+  }
+  const float beta = stage.beta[lane];
+#pragma unroll
+  for (int i = 0; i < TOKENS; i += 8) {
+    *reinterpret_cast<uint4*>(inverse + swizzled64(lane, i / 8)) =
+        make_uint4(pack(x[i] * beta, x[i + 1] * beta), pack(x[i + 2] * beta, x[i + 3] * beta),
+                   pack(x[i + 4] * beta, x[i + 5] * beta), pack(x[i + 6] * beta, x[i + 7] * beta));
+  }
+}
+
+/// Ak = Ab^T Kr into the place of Ki: a warp makes 32 channels of all rows.
+__device__ __forceinline__ void fold_keys(Stage& stage, const char* inverse, int warp, int lane) {
+  const int half = warp / 2, row = lane % 16, side = lane / 16;
+  uint32_t a[3][4];  // blocks (0, 0), (0, 1), (1, 1) of Ab^T; (1, 0) is zero
+  load_matrices(a[0], inverse + swizzled64(row, side));
+  load_matrices(a[1], inverse + swizzled64(row, 2 + side));
+  load_matrices(a[2], inverse + swizzled64(16 + row, 2 + side));
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const int vector = warp % 2 * 4 + n * 2 + side;
+    uint32_t early[4], late[4];  // Kr of tokens 0..15 and 16..31, 16 channels
+    load_transposed(early, stage.half[half].kr + swizzled(row, vector));
+    load_transposed(late, stage.half[half].kr + swizzled(16 + row, vector));
+    float d[2][2][4] = {};
+    for (int m = 0; m < 2; ++m) {
+      if (m == 0) {
+        mma(d[0][0], a[0], early[0], early[1]);
+        mma(d[0][1], a[0], early[2], early[3]);
+      }
+      mma(d[m][0], a[1 + m], late[0], late[1]);
+      mma(d[m][1], a[1 + m], late[2], late[3]);
+      store_matrices(stage.half[half].g + swizzled(16 * m + row, vector), pack(d[m][0][0], d[m][0][1]),
+                     pack(d[m][0][2], d[m][0][3]), pack(d[m][1][0], d[m][1][1]), pack(d[m][1][2], d[m][1][3]));
+    }
+  }
+}
+
+/// 16 rows of Aq = M Ab, times `scale`, in place of those rows of M.
+__device__ __forceinline__ void fold_queries(Stage& stage, const char* inverse, float scale, int upper, int lane) {
+  const int column = lane % 8 + lane / 16 * 8, side = lane / 8 % 2, row = 16 * upper + lane % 16;
+  float d[4][4] = {};
+  uint32_t m[2][4], b[4];
+  load_matrices(m[0], stage.aq + swizzled64(row, lane / 16));
+  load_matrices(m[1], stage.aq + swizzled64(row, 2 + lane / 16));
+  load_matrices(b, inverse + swizzled64(column, side));
+  mma(d[0], m[0], b[0], b[1]);
+  mma(d[1], m[0], b[2], b[3]);
+  if (upper) {
+    load_matrices(b, inverse + swizzled64(column, 2 + side));
+    mma(d[0], m[1], b[0], b[1]);
+    mma(d[1], m[1], b[2], b[3]);
+    load_matrices(b, inverse + swizzled64(16 + column, 2 + side));
+    mma(d[2], m[1], b[0], b[1]);
+    mma(d[3], m[1], b[2], b[3]);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float(&x)[4] = d[2 * n], (&y)[4] = d[2 * n + 1];
+    store_matrices(stage.aq + swizzled64(row, 2 * n + lane / 16), pack(x[0] * scale, x[1] * scale),
+                   pack(x[2] * scale, x[3] * scale), pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale));
+  }
+}
+
+/// The role of a producer warpgroup: chunks `group`, `group + 2`, ... of this CTA.
+__device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int group) {
+  const kda_fwd_params& p = args.p;
+  const int thread = threadIdx.x % 128, warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
+  float* lower = s.lower[group];
+  char* inverse = s.inverse[group];
+  Ring ring;
+  for_tasks(p, [&](const Task& task) {
+    s.gate[group][thread] = gate_of(p, task.value_head, (warp & 1) * HALF + 2 * lane);
+#pragma unroll 1
+    for (const uint32_t end = ring.chunk + task.chunks(); ring.chunk != end; ++ring.chunk) {
+      if (ring.chunk % GROUPS != group) continue;
+      Stage& stage = s.stage[ring.stage()];
+      s.raw[ring.stage()].wait(ring.use());
+      s.ready[ring.stage()].wait(ring.use());
+      decay_rows(stage, s.sum[group], s.gate[group][thread], p.lower_bound * LOG2E, static_cast<float>(args.anchor), thread, group);
+      publish();
+      cutlass::arch::NamedBarrier::sync(128, group);
+
+      float d[16];
+      score(stage, d);
+      const int upper = warp & 1;
+      // The block of rows >= 16 and columns < 16 holds 2^anchor too much.
+      const float exact = upper ? power_of_two(-args.anchor) : 1.0f;
+      if (warp < 2) {
+        mask_keys(stage, d, exact, lower, upper, lane);
+      } else {
+        mask_queries(stage, d, exact, upper, lane);
+      }
+      cutlass::arch::NamedBarrier::sync(128, group);
+      if (warp == group) invert(lower, stage, inverse, lane);
+      cutlass::arch::NamedBarrier::sync(128, group);
+      fold_keys(stage, inverse, warp, lane);
+      if (warp >= 2) fold_queries(stage, inverse, upper ? power_of_two(args.anchor) : 1.0f, upper, lane);
+      publish();
+      arrive_warp(s.full[ring.stage()]);
+    }
+  });
+}
+
+}  // namespace kda::sm90

@@ -1,0 +1,30 @@
+"""The ABI's structures for ctypes, field by field as in include/kda/fwd.h."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+import torch
+
+#: enum kda_dtype; 0 is "none".
+DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 4}
+
+_TENSORS = ("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens")
+_STRIDES = ("q", "k", "v", "g", "beta", "out", "initial", "final")
+
+
+class FwdParams(Structure):
+    """struct kda_fwd_params."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in _TENSORS),
+        *((f"{name}_stride", c_int64 * 3) for name in _STRIDES),
+        ("A_log_stride", c_int64),
+        ("dt_bias_stride", c_int64 * 2),
+        ("cu_stride", c_int64),
+        *((name, c_int64) for name in ("B", "T", "H", "HV", "N")),
+        ("scale", c_float),
+        ("lower_bound", c_float),
+        *((f"{name}_dtype", c_int32) for name in ("beta", "A_log", "dt_bias", "state")),
+        *((name, c_int32) for name in ("cu_64", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval")),
+    ]

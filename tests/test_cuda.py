@@ -1,0 +1,188 @@
+"""The Hopper kernel where it differs from the others: chunks of 32 tokens, tensor maps, a library of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from targets import HOPPER, parameter
+from torch import Tensor
+
+import kda
+from kda import api
+from kda.cuda.params import FwdParams
+from kda.problem import aligned
+from kda.testing.cases import Case, arguments, within_hopper
+from kda.testing.judge import check
+
+gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+on_gpu = pytest.mark.parametrize("impl", [parameter("cuda")]) if HOPPER else pytest.mark.parametrize("impl", ["cuda"])
+
+MODEL = within_hopper(Case(lengths=(130, 0, 65, 17), H=2))
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("lengths", [range(1, 50), range(50, 90), range(90, 131)], ids=str)
+def test_every_length(impl: str, lengths: range) -> None:
+    """Every residue of a tail, in one packed batch and so at every alignment."""
+    check(within_hopper(Case(lengths=tuple(lengths), decay="slow")), impl)
+    check(within_hopper(Case(lengths=tuple(lengths)[::3], decay="strong", keys="close", beta="strong")), impl)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 95])
+def test_tails_of_batch_rows(impl: str, length: int) -> None:
+    """A tile that ends beyond its row must not read or write the next one."""
+    check(within_hopper(Case(lengths=(length,) * 3, packed=False, H=2)), impl)
+
+
+@gpu
+@on_gpu
+def test_scales_that_only_the_intermediate_sees(impl: str) -> None:
+    """v and states of 1e6, raw q and k of norm 1e4, at both ends of the anchor's exponent."""
+    for decay in ("strong", "none", "slow"):
+        for exponent in (20, 40, -40):
+            check(within_hopper(Case(lengths=(100,), decay=decay, exponent=exponent, norm=1e4)), impl)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_parameters_of_another_dtype(impl: str, dtype: torch.dtype) -> None:
+    """A_log, dt_bias of any float and beta in fp32 are their values."""
+    call = arguments(MODEL, "cuda")
+    rounded = dict(call, A_log=call["A_log"].to(dtype), dt_bias=call["dt_bias"].to(dtype))
+    exact = dict(call, A_log=rounded["A_log"].float(), dt_bias=rounded["dt_bias"].float(), beta=call["beta"].float())
+    a, b = kda.fwd(**rounded, impl=impl), kda.fwd(**exact, impl=impl)
+    assert torch.equal(a.o, b.o)
+    assert torch.equal(a.final_state, b.final_state)  # type: ignore[arg-type]
+
+
+@gpu
+@on_gpu
+def test_more_tasks_than_multiprocessors(impl: str) -> None:
+    """A CTA takes several (sequence, head) tasks, its pipeline running through; as one by one."""
+    case = within_hopper(Case(lengths=(33, 0, 64, 1, 100, 7, 0, 32), H=8, group=8))
+    call = arguments(case, "cuda")
+    whole = kda.fwd(**call, impl=impl)
+    bounds = call["cu_seqlens"].tolist()
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        one: dict[str, Any] = dict(call, cu_seqlens=None, initial_state=call["initial_state"][n : n + 1])
+        one |= {name: call[name][:, start:stop] for name in ("q", "k", "v", "g", "beta")}
+        alone = kda.fwd(**one, impl=impl)
+        assert torch.equal(alone.o, whole.o[:, start:stop])
+        assert torch.equal(alone.final_state[0], whole.final_state[n])  # type: ignore[index]
+
+
+@gpu
+@on_gpu
+def test_a_spawned_process(impl: str) -> None:
+    program = f"from kda.testing.judge import check; from kda.testing.cases import Case; check({MODEL!r}, {impl!r})"
+    code = f"""
+import multiprocessing
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=exec, args=({program!r},))
+    child.start()
+    child.join(120)
+    raise SystemExit(child.exitcode)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---- the host side, without a GPU
+
+
+class Recorder:
+    """Stands in for the library: keeps the parameters it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def kda_fwd_sm90(self, p: FwdParams, stream: int) -> int:
+        self.calls.append({name: getattr(p, name) for name, *_ in FwdParams._fields_} | {"stream": stream})
+        return 0
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """`kda.cuda.fwd` with the library and the device replaced, so that what it passes on can be looked at."""
+    import contextlib
+
+    from kda.cuda import library
+
+    recorder = Recorder()
+    monkeypatch.setattr(library, "load", lambda: recorder)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 77}))
+    return recorder
+
+
+def passed(record: Recorder, call: dict[str, Any]) -> dict[str, Any]:
+    from kda.cuda.fwd import fwd
+
+    fwd(api.gather(**call)[0])
+    return record.calls[-1]
+
+
+def test_what_the_library_is_told(record: Recorder) -> None:
+    call = arguments(within_hopper(Case(lengths=(5, 9), H=2, group=2, state_dtype="bfloat16", index_dtype="int64")))
+    out = torch.empty_like(call["v"])
+    p = passed(record, dict(call, out=out, scale=0.25, allow_neg_eigval=True))
+    for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"):
+        assert p[name] == call[name].data_ptr(), name
+    assert p["out"] == out.data_ptr()
+    for name in ("q", "k", "v", "g", "beta"):
+        assert tuple(p[f"{name}_stride"]) == call[name].stride()[:3]
+    assert (p["B"], p["T"], p["H"], p["HV"], p["N"]) == (1, 14, 2, 4, 2)
+    assert (p["scale"], p["lower_bound"], p["stream"]) == (0.25, -5.0, 77)
+    assert (p["state_dtype"], p["beta_dtype"], p["A_log_dtype"], p["cu_64"], p["cu_stride"]) == (1, 1, 3, 1, 1)
+    assert (p["use_qk_l2norm"], p["use_beta_sigmoid"], p["allow_neg_eigval"]) == (1, 1, 1)
+
+
+def test_what_is_absent_is_null(record: Recorder) -> None:
+    call = arguments(within_hopper(Case(lengths=(5,), packed=False, initial_state=False, A_log=False, dt_bias=False)))
+    p = passed(record, dict(call, output_final_state=False))
+    for name in ("A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens"):
+        assert p[name] is None, name
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "initial_state"])
+def test_inputs_that_no_vector_addresses_are_copied(record: Recorder, name: str) -> None:
+    call = arguments(within_hopper(Case(lengths=(5,), packed=False)))
+    odd = torch.empty(*call[name].shape[:-1], 131, dtype=call[name].dtype)[..., 1:129].copy_(call[name])
+    assert not aligned(odd)
+    p = passed(record, call | {name: odd})
+    assert p[name] != odd.data_ptr()
+    assert p[name] % 16 == 0
+    assert kda.explain(**(call | {name: odd})).notes["cuda"] == (
+        f"copies {name}: rows must be contiguous and start at multiples of 16 bytes.",
+    )
+
+
+def test_buffers_that_no_vector_addresses_are_filled_all_the_same(record: Recorder) -> None:
+    call = arguments(within_hopper(Case(lengths=(5,), packed=False)))
+
+    def odd(x: Tensor) -> Tensor:
+        return torch.full((*x.shape[:-1], 131), 7.0, dtype=x.dtype)[..., 1:129]
+
+    out, final = odd(call["v"]), odd(call["initial_state"])
+    p = passed(record, call | {"out": out, "final_state": final})
+    assert p["out"] != out.data_ptr()
+    assert p["final_state"] != final.data_ptr()
+    assert not (out == 7).all()
+    assert not (final == 7).all()
+
+
+def test_a_call_of_nothing(record: Recorder) -> None:
+    call = arguments(within_hopper(Case(lengths=(), padding=3)))
+    result = api.gather(**call)[0]
+    from kda.cuda.fwd import fwd
+
+    assert not fwd(result).o.any()

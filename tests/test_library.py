@@ -1,0 +1,193 @@
+"""The one real compilation of the suite (fixture `library`): what came out, the command, the wheel that carries it."""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kda.cuda
+from kda import dispatch
+from kda.cuda import build, resources
+from kda.problem import Missing
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernels are built on Linux")
+
+
+# The real library.
+
+
+def test_what_the_kernels_take(library):
+    rows = resources.read(library.parent / build.RESOURCES)
+    for row in rows:
+        assert (row.stack, row.spill_stores, row.spill_loads) == (0, 0, 0), row
+        assert row.registers <= 255, row
+        assert row.shared <= 227 * 1024, row
+    assert rows
+    assert json.loads((library.parent / build.MANIFEST).read_text())["seconds"] < 240
+
+
+def tool(*command: str | Path) -> str:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_what_the_library_needs(library):
+    """The C and C++ runtimes: no torch, no CUDA runtime, no driver."""
+    lines = [line for line in tool("readelf", "-d", library).splitlines() if "(NEEDED)" in line]
+    needed = {line.split("[")[1].split(".so")[0] for line in lines}
+    assert "libc" in needed
+    allowed = {"libc", "libm", "libdl", "libpthread", "librt", "libstdc++", "libgcc_s"}
+    assert {name for name in needed if not name.startswith("ld-linux")} <= allowed
+
+
+def test_what_the_library_exports(library):
+    lines = tool("nm", "-D", "--defined-only", library).splitlines()
+    names = {line.split()[-1] for line in lines}
+    header = (build.SOURCE / "include" / "kda" / "fwd.h").read_text()
+    assert names == set(re.findall(r"^\w[\w *]*\b(kda_\w+)\(", header, re.M))
+
+
+def test_the_structures_are_those_of_the_header(tmp_path):
+    """Every field of `FwdParams` lies where the C compiler puts it, and none is left out."""
+    from kda.cuda.params import DTYPES, FwdParams
+
+    lines = ["#include <stddef.h>", '#include "kda/fwd.h"']
+    lines.append(f'_Static_assert(sizeof(struct kda_fwd_params) == {ctypes.sizeof(FwdParams)}, "size");')
+    for name, *_ in FwdParams._fields_:
+        field = getattr(FwdParams, name)
+        offset, size = f"offsetof(struct kda_fwd_params, {name})", f"sizeof(((struct kda_fwd_params*)0)->{name})"
+        lines.append(f'_Static_assert({offset} == {field.offset} && {size} == {field.size}, "{name}");')
+    for dtype, number in DTYPES.items():
+        short = str(dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
+        lines.append(f'_Static_assert(KDA_{short} == {number}, "{dtype}");')
+    (tmp_path / "fields.c").write_text("\n".join([*lines, ""]))
+    tool("gcc", "-std=c11", "-fsyntax-only", f"-I{build.SOURCE / 'include'}", tmp_path / "fields.c")
+
+
+def test_load(library):
+    from kda.cuda.library import abi, check, load, open_library
+
+    opened = load()
+    assert load() is opened
+    assert opened.kda_abi() == abi()
+    assert opened.kda_arch() == 90
+    check(0)
+    with pytest.raises(RuntimeError, match=r"the fwd kernel failed: out of memory \(CUDA error 2\)"):
+        check(2, "the fwd kernel")
+    with pytest.raises(RuntimeError, match=f"has ABI {abi()}, expected {abi() + 1}.*build --force"):
+        open_library(library, abi() + 1)
+    garbage = ctypes.util.find_library("m")
+    with pytest.raises(RuntimeError, match="cannot be used"):
+        open_library(Path(garbage or "nothing"), abi())
+
+
+def test_load_without_a_library(monkeypatch, tmp_path):
+    from kda.cuda import library as module
+
+    monkeypatch.setenv("KDA_CACHE", str(tmp_path))
+    with pytest.raises(Missing, match="python -m kda build"):
+        module.load.__wrapped__()
+
+
+def wheel(checkout: Path, **environment: str) -> Path:
+    """Build a wheel of the checkout with this environment's setuptools."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", "wheels", "."]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return max((checkout / "wheels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_wheels(library, tmp_path):
+    """One that carries the library is found without tools; a pure one after it carries the sources alone."""
+    pytest.importorskip("setuptools", minversion="77")
+    checkout, target = tmp_path / "checkout", tmp_path / "target"
+    shutil.copytree(ROOT / "kda", checkout / "kda", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, checkout / name)
+    binary = wheel(checkout, KDA_WITH_BINARY="1")
+    assert "-py3-none-linux_" in binary.name
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", str(target), str(binary)]
+    subprocess.run(install, check=True, timeout=120)
+    program = "from kda.cuda import build, library; print(build.built()); print(library.load().kda_arch())"
+    variables = {"PYTHONPATH": str(target), "KDA_CACHE": str(tmp_path / "none"), "PATH": "", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=target, env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.split() == [str(target / "kda" / "cuda" / "lib" / build.LIBRARY), "90"], found.stderr
+    pure = wheel(checkout, KDA_WITH_BINARY="")
+    assert pure.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(pure).namelist()
+    assert not [name for name in names if "/cuda/lib/" in name]
+    assert {f"kda/cuda/{path.relative_to(build.SOURCE)}" for path in build.files()} <= set(names)
+
+
+# The public call and the command.
+
+
+@pytest.fixture
+def pristine() -> Iterator[None]:
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+@pytest.mark.usefixtures("pristine")
+def test_kda_build_makes_it_available(monkeypatch, tmp_path):
+    impl = dispatch.implementation("cuda")
+    state = {"built": False, "asked": []}
+
+    def make(**options: bool) -> Path:
+        state["built"] = True
+        state["asked"].append(options)
+        return tmp_path
+
+    fake = replace(impl, build=make, unavailable=lambda: None if state["built"] else "not built yet.")
+    monkeypatch.setattr(kda.cuda, "IMPL", fake)
+    assert dispatch._missing("cuda") == "not built yet."
+    assert kda.build(force=True) == tmp_path
+    assert state["asked"] == [{"force": True, "verbose": False}]
+    assert dispatch._missing("cuda") is None
+
+
+def command(*arguments: str, capsys) -> tuple[int, str]:
+    from kda.cli import main
+
+    status = main(["build", *arguments])
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+@pytest.mark.usefixtures("pristine")
+def test_the_command_without_tools(bare, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("KDA_CACHE", str(tmp_path / "none"))
+    status, text = command(capsys=capsys)
+    assert status == 1
+    assert "nvcc was not found" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.usefixtures("pristine")
+def test_the_command(library, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    status, text = command(capsys=capsys)
+    assert status == 0
+    assert text.splitlines()[-1] == str(library)
+    for part in ("nvcc ", "CUTLASS ", "ninja: ", "built in "):
+        assert part in text
+    for row in resources.read(library.parent / build.RESOURCES):
+        assert row.kernel in text
