@@ -27,6 +27,9 @@ FOUND = [
     # A sum over K that cancels: its partial sums are rounded too.
     Case(lengths=(31, 135), padding=40, K=48, V=2, dtype="float32", gate="given", A_log=False, dt_bias=False,
          decay="strong", keys="close", norm=10000.0, initial_state=False, seed=55),
+    # A repeated weight of almost 2 turns the state's sign at every token, and its rounding adds up all the same.
+    Case(lengths=(15, 15, 130), group=2, K=1, V=1, A_log=False, dt_bias=False, decay="raw -8", keys="repeated",
+         beta="full", initial_state=False, allow_neg_eigval=True, seed=189),
     # Tiles of 32 value channels in bf16 were miscompiled by Triton 3.6.
     Case(lengths=(70,), K=33, V=17),
     Case(lengths=(70,), K=64, V=32),

@@ -201,8 +201,12 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         diagonal(D).add_(element + faded + kept)
 
         if repeats:
+            # An update past zero (beta |k|^2 > 1) turns the state's sign along k, and that of the errors to come with
+            # it: they add up as if it did not turn.
+            square = kt.square().sum(-1, keepdim=True)
+            turned = torch.where(bt * square > 1, 2 / square - bt, bt)
             F.mul_(decay[:, :, None])
-            F.baddbmm_((bt * kt)[:, :, None], kt[:, None, :] @ F, alpha=-1)
+            F.baddbmm_((turned * kt)[:, :, None], kt[:, None, :] @ F, alpha=-1)
             again = repeated_k[at][:, None]
             E.mul_(decay[:, :, None])
             own = again * rounding.operand * (3 * written).sqrt() + repeated_a[at][:, None] * (3 * faded).sqrt()

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
   Shared& s = *reinterpret_cast<Shared*>(raw_shared);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) s.raw[i].init(1), s.ready[i].init(1), s.full[i].init(4), s.empty[i].init(8);
+    for (int i = 0; i < STAGES; ++i) s.raw[i].init(1), s.ready[i].init(2), s.full[i].init(4), s.empty[i].init(8);
     for (int i = 0; i < 2; ++i) s.o_full[i].init(8), s.o_empty[i].init(1);
     cutlass::arch::fence_barrier_init();
   }
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
     if (warp == 16) {
       if (cute::elect_one_sync()) copy_in(args, s);
     } else if (warp < 19) {
-      look_at_rows(args, s, warp - 17);
+      look_at_rows(args, s, warp == 18);
     } else {
       clear_padding(args.p);
       copy_out(args, s);

@@ -57,23 +57,9 @@ __device__ __forceinline__ void inverse_norms(const Half& first, const Half& sec
   }
 }
 
-/// What a tile holds beyond the sequence's end, made harmless: k = q = v = 0 and a gate that decays nothing.
-__device__ __forceinline__ void clear_row(Stage& stage, int row) {
-  constexpr uint32_t infinities = 0xff80ff80;  // two bf16 of -inf: the bounded gate's zero
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-  for (int i = 0; i < 16; ++i) {
-    auto& half = stage.half[i / 8];
-    const int at = swizzled(row, i % 8);
-    *reinterpret_cast<uint4*>(half.k + at) = zero;
-    *reinterpret_cast<uint4*>(half.q + at) = zero;
-    *reinterpret_cast<uint4*>(half.v + at) = zero;
-    *reinterpret_cast<uint4*>(half.g + at) = make_uint4(infinities, infinities, infinities, infinities);
-  }
-}
-
-/// One warp, every second chunk: tails, norms of k and q, and the activated beta.
-__device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, int group) {
+/// Two warps, one for k and g, one for q and v: norms, the activated beta, and what a tile holds beyond the sequence's
+/// end, made harmless: k = q = v = 0 and a gate of -inf, the bounded gate's zero.
+__device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool queries) {
   const kda_fwd_params& p = a.p;
   const int lane = threadIdx.x % 32;
   Ring ring;
@@ -81,27 +67,36 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, int 
     const int64_t beta_row = task.row * p.beta_stride[0] + task.value_head * p.beta_stride[2];
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {
-      if (ring.chunk % GROUPS != group) continue;
       Stage& stage = s.stage[ring.stage()];
       const int token = c * TOKENS + lane;
       float beta = 0.0f;
-      if (token < task.length) {
+      if (!queries && token < task.length) {
         beta = load_float(p.beta, beta_row + int64_t{task.start + token} * p.beta_stride[1], p.beta_dtype);
         if (p.use_beta_sigmoid) beta = reciprocal(1.0f + exp2_fast(-LOG2E * beta));
         if (p.allow_neg_eigval) beta *= 2.0f;
       }
-      stage.beta[lane] = beta;
       s.raw[ring.stage()].wait(ring.use());
+      if (!queries) stage.beta[lane] = beta;
       if (token >= task.length) {
-        clear_row(stage, lane);
+        constexpr uint32_t minus_infinity = 0xff80ff80;  // two in bf16
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+        const uint4 gate = make_uint4(minus_infinity, minus_infinity, minus_infinity, minus_infinity);
+#pragma unroll 1
+        for (int i = 0; i < 16; ++i) {
+          auto& half = stage.half[i / 8];
+          const int at = swizzled(lane, i % 8);
+          *reinterpret_cast<uint4*>((queries ? half.q : half.k) + at) = zero;
+          *reinterpret_cast<uint4*>((queries ? half.v : half.g) + at) = queries ? zero : gate;
+        }
         publish();  // the next bulk copy into this row comes after these stores
       }
       __syncwarp();
+      float* norm = queries ? &stage.norm[0].y : &stage.norm[0].x;
       if (p.use_qk_l2norm) {
-        inverse_norms(stage.half[0].k, stage.half[1].k, lane, [&](int row, float x) { stage.norm[row].x = x; });
-        inverse_norms(stage.half[0].q, stage.half[1].q, lane, [&](int row, float x) { stage.norm[row].y = x; });
+        inverse_norms(queries ? stage.half[0].q : stage.half[0].k, queries ? stage.half[1].q : stage.half[1].k, lane,
+                      [&](int row, float x) { norm[2 * row] = x; });
       } else {
-        stage.norm[lane] = make_float2(1.0f, 1.0f);
+        norm[2 * lane] = 1.0f;
       }
       arrive_warp(s.ready[ring.stage()]);
     }

@@ -64,6 +64,17 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
   cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
 }
 
+/// Rounded to tf32: the tensor cores ignore the lower 13 bits.
+__device__ __forceinline__ uint32_t tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+
+/// d += a b for one 16 x 8 x 8 product in tf32. With the eight k in the order 0, 2, 4, 6, 1, 3, 5, 7 a lane holds of a rows
+/// g = lane / 4 and g + 8, k = 2 t and 2 t + 1 for t = lane % 4, and of b the same k of column g: the two that are
+/// neighbours in d as well.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], float a_g0, float a_h0, float a_g1, float a_h1, float2 b) {
+  cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(d[0], d[1], d[2], d[3], tf32(a_g0), tf32(a_h0), tf32(a_g1), tf32(a_h1),
+                                           tf32(b.x), tf32(b.y), d[0], d[1], d[2], d[3]);
+}
+
 /// Everything this thread wrote to shared memory is seen by wgmma and bulk copies that come after the next barrier.
 __device__ __forceinline__ void publish() { cutlass::arch::fence_view_async_shared(); }
 

@@ -40,7 +40,8 @@ __device__ __forceinline__ float sigmoid(float g, float bias, float slope) {
 
 /// Kd, Qd, Ki, Kr and the chunk's decay, each thread two channels of 16 rows, in place of k, q, g.
 __device__ __forceinline__ void decay_rows(Stage& stage, float (&sums)[2][CHANNELS], const float4& gate, float bound,
-                                           float anchor, int thread, int barrier) {
+                                           float anchor, int thread, int barrier, const Barrier& ready,
+                                           uint32_t use) {
   const int warp = thread / 32, lane = thread % 32, half = warp & 1, upper = warp >> 1;
   const int channel = half * HALF + 2 * lane;
   const int first = upper * 16 * 128;  // byte of the thread's first row
@@ -58,6 +59,7 @@ __device__ __forceinline__ void decay_rows(Stage& stage, float (&sums)[2][CHANNE
   }
   *reinterpret_cast<float2*>(&sums[upper][channel]) = make_float2(a, b);
   cutlass::arch::NamedBarrier::sync(128, barrier);
+  ready.wait(use);
   const float2 before = *reinterpret_cast<const float2*>(&sums[0][channel]);
   const float2 after = *reinterpret_cast<const float2*>(&sums[1][channel]);
   const float2 end = make_float2(before.x + after.x, before.y + after.y);
@@ -140,17 +142,26 @@ __device__ __forceinline__ void mask_queries(Stage& stage, const float (&d)[16],
   }
 }
 
-/// Column `lane` of Ab, by forward substitution in fp32: entries of the inverse are bounded, powers of L are not.
-/// Every row is updated as soon as an x is known, so that only one multiply-add in 32 waits for the one before.
-__device__ __forceinline__ void invert(const float* lower, const Stage& stage, char* inverse, int lane) {
-  float x[TOKENS];
+/// Ab = (I + L)^-1 diag(beta), transposed, in bf16; by one warp.
+///
+/// Entries of the inverse are bounded, powers of L are not, so the four 8 x 8 blocks of the diagonal are substituted, in
+/// fp32, a column a lane. Blocks are merged, 8 to 16 to 32, by (A 0; C B)^-1 = (A' 0; -B' C A' B') on the tensor cores.
+__device__ __forceinline__ void invert(const float* lower, float* solved, const Stage& stage, char* inverse, int lane) {
+  const int block = lane / 8, g = lane / 4, t = 2 * (lane % 4);
+  auto L = [&](int row, int column) {  // and the row after it
+    return *reinterpret_cast<const float2*>(lower + column * LOWER_PITCH + row);
+  };
+  auto T = [&](int row, int column) -> float& { return solved[column * SOLVED_PITCH + row]; };
+  auto T2 = [&](int row, int column) { return *reinterpret_cast<const float2*>(&T(row, column)); };
+
+  float x[8];
 #pragma unroll
-  for (int i = 0; i < TOKENS; ++i) x[i] = i == lane ? 1.0f : 0.0f;
+  for (int i = 0; i < 8; ++i) x[i] = i == lane % 8 ? 1.0f : 0.0f;
 #pragma unroll
-  for (int j = 0; j < TOKENS - 1; ++j) {
+  for (int j = 0; j < 7; ++j) {
 #pragma unroll
-    for (int i = (j + 1) / 4 * 4; i < TOKENS; i += 4) {
-      const float4 l = *reinterpret_cast<const float4*>(lower + j * LOWER_PITCH + i);
+    for (int i = (j + 1) / 4 * 4; i < 8; i += 4) {
+      const float4 l = *reinterpret_cast<const float4*>(lower + (8 * block + j) * LOWER_PITCH + 8 * block + i);
       const float column[4] = {l.x, l.y, l.z, l.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -158,12 +169,51 @@ __device__ __forceinline__ void invert(const float* lower, const Stage& stage, c
       }
     }
   }
+  const int place = block % 2 * 8;  // of the block in its 16 x 16 block
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    *reinterpret_cast<float4*>(&T(place + i, lane)) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    if (place) *reinterpret_cast<float4*>(&T(i, lane)) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  __syncwarp();
+
+  {  // 8 to 16, two at once: of a product's rows the first eight belong to one, the last eight to the other
+    float p[4] = {}, q[4] = {};
+    const float b[4] = {T(8 + g, 8 + t), T(8 + g, 24 + t), T(8 + g, 8 + t + 1), T(8 + g, 24 + t + 1)};
+    mma_tf32(p, b[0], b[1], b[2], b[3], L(8 + t, g));
+    mma_tf32(q, b[0], b[1], b[2], b[3], L(24 + t, 16 + g));
+    float first[4] = {}, second[4] = {};
+    mma_tf32(first, p[0], q[2], p[1], q[3], T2(t, g));
+    mma_tf32(second, p[0], q[2], p[1], q[3], T2(t, 16 + g));
+    T(8 + g, t) = -first[0], T(8 + g, t + 1) = -first[1];
+    T(8 + g, 16 + t) = -second[2], T(8 + g, 16 + t + 1) = -second[3];
+  }
+  __syncwarp();
+
+  float product[2][4] = {}, corner[2][4] = {};  // columns 0..7 and 8..15
+#pragma unroll
+  for (int k = 0; k < 16; k += 8) {
+    const float b[4] = {T(g, 16 + k + t), T(8 + g, 16 + k + t), T(g, 16 + k + t + 1), T(8 + g, 16 + k + t + 1)};
+    for (int n = 0; n < 2; ++n) mma_tf32(product[n], b[0], b[1], b[2], b[3], L(16 + k + t, 8 * n + g));
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float(&p)[4] = product[k];
+    for (int n = 0; n < 2; ++n) mma_tf32(corner[n], p[0], p[2], p[1], p[3], T2(8 * k + t, 8 * n + g));
+  }
+  const float2 beta0 = *reinterpret_cast<const float2*>(&stage.beta[t]);
+  const float2 beta1 = *reinterpret_cast<const float2*>(&stage.beta[8 + t]);
+  store_transposed(inverse + swizzled64(lane % 16, 2 + lane / 16), pack(-corner[0][0] * beta0.x, -corner[0][1] * beta0.y),
+                   pack(-corner[1][0] * beta1.x, -corner[1][1] * beta1.y),
+                   pack(-corner[0][2] * beta0.x, -corner[0][3] * beta0.y),
+                   pack(-corner[1][2] * beta1.x, -corner[1][3] * beta1.y));
   const float beta = stage.beta[lane];
 #pragma unroll
-  for (int i = 0; i < TOKENS; i += 8) {
-    *reinterpret_cast<uint4*>(inverse + swizzled64(lane, i / 8)) =
-        make_uint4(pack(x[i] * beta, x[i + 1] * beta), pack(x[i + 2] * beta, x[i + 3] * beta),
-                   pack(x[i + 4] * beta, x[i + 5] * beta), pack(x[i + 6] * beta, x[i + 7] * beta));
+  for (int i = 0; i < 16; i += 8) {
+    const float4 a = *reinterpret_cast<const float4*>(&T(i, lane)), b = *reinterpret_cast<const float4*>(&T(i + 4, lane));
+    *reinterpret_cast<uint4*>(inverse + swizzled64(lane, lane / 16 * 2 + i / 8)) =
+        make_uint4(pack(a.x * beta, a.y * beta), pack(a.z * beta, a.w * beta), pack(b.x * beta, b.y * beta),
+                   pack(b.z * beta, b.w * beta));
   }
 }
 
@@ -234,8 +284,10 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
       if (ring.chunk % GROUPS != group) continue;
       Stage& stage = s.stage[ring.stage()];
       s.raw[ring.stage()].wait(ring.use());
-      s.ready[ring.stage()].wait(ring.use());
-      decay_rows(stage, s.sum[group], s.gate[group][thread], p.lower_bound * LOG2E, static_cast<float>(args.anchor), thread, group);
+      const bool tail = ring.chunk + 1 == end && task.length % TOKENS != 0;
+      if (tail) s.ready[ring.stage()].wait(ring.use());  // else the gates can be read before the norms are there
+      decay_rows(stage, s.sum[group], s.gate[group][thread], p.lower_bound * LOG2E, static_cast<float>(args.anchor), thread, group,
+                 s.ready[ring.stage()], ring.use());
       publish();
       cutlass::arch::NamedBarrier::sync(128, group);
 
@@ -246,11 +298,11 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
       const float exact = upper ? power_of_two(-args.anchor) : 1.0f;
       if (warp < 2) {
         mask_keys(stage, d, exact, lower, upper, lane);
+        cutlass::arch::NamedBarrier::sync(64, GROUPS + group);
+        if (warp == group) invert(lower, s.solved[group], stage, inverse, lane);
       } else {
         mask_queries(stage, d, exact, upper, lane);
       }
-      cutlass::arch::NamedBarrier::sync(128, group);
-      if (warp == group) invert(lower, stage, inverse, lane);
       cutlass::arch::NamedBarrier::sync(128, group);
       fold_keys(stage, inverse, warp, lane);
       if (warp >= 2) fold_queries(stage, inverse, upper ? power_of_two(args.anchor) : 1.0f, upper, lane);

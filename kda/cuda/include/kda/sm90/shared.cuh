@@ -24,6 +24,8 @@ constexpr int STAGES = 4;
 constexpr int GROUPS = 2;           // of producers, and of consumers
 constexpr int LOWER_PITCH = 36;     // floats: the 32 elements of a fragment's register meet no bank twice
 
+constexpr int SOLVED_PITCH = 20;    // floats: columns of 16-row blocks of the inverse, stored by one lane each
+
 using Barrier = cutlass::arch::ClusterBarrier;
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 using Half = char[HALF_BYTES];
@@ -50,6 +52,7 @@ struct Shared {
     Half half[2];
   } o[2];
   alignas(16) float lower[GROUPS][TOKENS * LOWER_PITCH];        // L transposed
+  alignas(16) float solved[GROUPS][TOKENS * SOLVED_PITCH];      // diagonal 16 x 16 blocks of (I + L)^-1, transposed
   alignas(1024) char inverse[GROUPS][TOKENS * TOKENS * 2];      // Ab transposed: row j is column j of Ab; as aq
   float4 gate[GROUPS][128];                                     // each producer thread's own constants
   alignas(16) float sum[GROUPS][2][CHANNELS];                   // of log2 decays, tokens 0..15 and 16..31
