@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
+  if (args.sorted) sort_sequences(args.p, reinterpret_cast<int*>(s.o), s.order);
 
   if (group < 2) {
     cutlass::arch::warpgroup_reg_alloc<160>();
@@ -105,6 +106,8 @@ extern "C" int kda_fwd_sm90(const kda_fwd_params* p, void* stream) {
     if (cudaError_t error = tensor_map(args.out, p->out, p->out_stride, p->B, p->T, p->HV)) return error;
   }
   const int grid = static_cast<int>(tasks < multiprocessors ? tasks : multiprocessors);
+  args.tasks = static_cast<int>(tasks);
+  args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && tasks > grid;
   fwd_kernel<<<grid, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args);
   return cudaGetLastError();
 }

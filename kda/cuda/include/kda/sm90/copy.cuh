@@ -12,7 +12,7 @@ namespace kda::sm90 {
 __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
   constexpr uint64_t evict_first = 0x12F0000000000000;  // createpolicy's code: every byte is read once
   Ring ring;
-  for_tasks(a.p, [&](const Task& task) {
+  for_tasks(a, s, [&](const Task& task) {
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {
       Stage& stage = s.stage[ring.stage()];
@@ -63,7 +63,7 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
   const kda_fwd_params& p = a.p;
   const int lane = threadIdx.x % 32;
   Ring ring;
-  for_tasks(p, [&](const Task& task) {
+  for_tasks(a, s, [&](const Task& task) {
     const int64_t beta_row = task.row * p.beta_stride[0] + task.value_head * p.beta_stride[2];
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_out(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
   const int lane = threadIdx.x % 32;
   uint32_t chunk = 0;
-  for_tasks(p, [&](const Task& task) {
+  for_tasks(a, s, [&](const Task& task) {
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++chunk) {
       const int buffer = chunk % 2, rows = min(TOKENS, task.length - c * TOKENS);

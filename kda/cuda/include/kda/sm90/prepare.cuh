@@ -277,7 +277,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
   float* lower = s.lower[group];
   char* inverse = s.inverse[group];
   Ring ring;
-  for_tasks(p, [&](const Task& task) {
+  for_tasks(args, s, [&](const Task& task) {
     s.gate[group][thread] = gate_of(p, task.value_head, (warp & 1) * HALF + 2 * lane);
 #pragma unroll 1
     for (const uint32_t end = ring.chunk + task.chunks(); ring.chunk != end; ++ring.chunk) {

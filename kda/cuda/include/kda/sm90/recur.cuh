@@ -99,7 +99,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
   Ring ring;
   State state;
 
-  for_tasks(p, [&](const Task& task) {
+  for_tasks(args, s, [&](const Task& task) {
     const int chunks = task.chunks();
     // An empty sequence passes its state on untouched.
     load_state(p, task, first_row, chunks ? down : 1.0f, state);

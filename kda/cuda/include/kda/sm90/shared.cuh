@@ -26,6 +26,8 @@ constexpr int LOWER_PITCH = 36;     // floats: the 32 elements of a fragment's r
 
 constexpr int SOLVED_PITCH = 20;    // floats: columns of 16-row blocks of the inverse, stored by one lane each
 
+constexpr int MOST_SORTED = 1024;   // sequences that are ordered by length
+
 using Barrier = cutlass::arch::ClusterBarrier;
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 using Half = char[HALF_BYTES];
@@ -56,6 +58,7 @@ struct Shared {
   alignas(1024) char inverse[GROUPS][TOKENS * TOKENS * 2];      // Ab transposed: row j is column j of Ab; as aq
   float4 gate[GROUPS][128];                                     // each producer thread's own constants
   alignas(16) float sum[GROUPS][2][CHANNELS];                   // of log2 decays, tokens 0..15 and 16..31
+  int order[MOST_SORTED];                                       // sequences, the longest first
   TransactionBarrier raw[STAGES];
   Barrier ready[STAGES], full[STAGES], empty[STAGES], o_full[2], o_empty[2];
 };

@@ -13,6 +13,8 @@ struct Arguments {
   kda_fwd_params p;
   CUtensorMap q, k, v, g, out;  // [128, heads, T, B], boxes of [64, 1, 32, 1]
   int anchor;                   // rows 16..31 of a chunk carry 2^anchor, see prepare.cuh
+  int tasks;                    // N * HV
+  int sorted;                   // CTAs take several tasks each, of sequences that may differ in length
 };
 
 /// One sequence of one value head.
@@ -29,17 +31,35 @@ __device__ __forceinline__ int64_t offset_of(const kda_fwd_params& p, int64_t i)
   return min(max(x, int64_t{0}), p.T);
 }
 
-__device__ __forceinline__ Task task_of(const kda_fwd_params& p, int index) {
+__device__ __forceinline__ int length_of(const kda_fwd_params& p, int sequence) {
+  return static_cast<int>(max(offset_of(p, sequence + 1) - offset_of(p, sequence), int64_t{0}));
+}
+
+/// Fills `order` with the sequences, the longest first; by the whole CTA, before the roles begin.
+__device__ __forceinline__ void sort_sequences(const kda_fwd_params& p, int* lengths, int* order) {
+  const int N = static_cast<int>(p.N);
+  for (int n = threadIdx.x; n < N; n += blockDim.x) lengths[n] = length_of(p, n);
+  __syncthreads();
+  for (int n = threadIdx.x; n < N; n += blockDim.x) {
+    const int length = lengths[n];
+    int rank = 0;
+    for (int m = 0; m < N; ++m) rank += lengths[m] > length || (lengths[m] == length && m < n);
+    order[rank] = n;
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ Task task_of(const kda_fwd_params& p, const int* order, int index) {
   const int HV = static_cast<int>(p.HV), H = static_cast<int>(p.H);
   Task task;
   task.sequence = index / HV;
+  if (order != nullptr) task.sequence = order[task.sequence];
   task.value_head = index % HV;
   task.head = task.value_head / (HV / H);
   if (p.cu_seqlens == nullptr) {
     task.row = task.sequence, task.start = 0, task.length = static_cast<int>(p.T);
   } else {
-    const int64_t start = offset_of(p, task.sequence), stop = offset_of(p, task.sequence + 1);
-    task.row = 0, task.start = static_cast<int>(start), task.length = static_cast<int>(max(stop - start, int64_t{0}));
+    task.row = 0, task.start = static_cast<int>(offset_of(p, task.sequence)), task.length = length_of(p, task.sequence);
   }
   return task;
 }
@@ -53,12 +73,17 @@ __device__ __forceinline__ float load_float(const void* x, int64_t i, int dtype)
   }
 }
 
-/// Calls `body(task)` for the tasks of this CTA, in the same order in every role.
+/// Calls `body(task)` for the tasks of this CTA, in the same order in every role. Where tasks are sorted, CTAs take turns
+/// forth and back, so that who had the longest of one round has the shortest of the next.
 template <class Body>
-__device__ __forceinline__ void for_tasks(const kda_fwd_params& p, Body body) {
-  const int tasks = static_cast<int>(p.N * p.HV);
+__device__ __forceinline__ void for_tasks(const Arguments& a, const Shared& s, Body body) {
+  const int grid = gridDim.x;
 #pragma unroll 1
-  for (int i = blockIdx.x; i < tasks; i += gridDim.x) body(task_of(p, i));
+  for (int first = 0; first < a.tasks; first += grid) {
+    const bool back = a.sorted && first / grid % 2;
+    const int index = first + (back ? grid - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x));
+    if (index < a.tasks) body(task_of(a.p, a.sorted ? s.order : nullptr, index));
+  }
 }
 
 }  // namespace kda::sm90
