@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from kda import dispatch, validate
+from kda import dispatch, ops, validate
 from kda.problem import Implementation, Output, Problem
 
 P = ParamSpec("P")
@@ -98,6 +98,14 @@ def fwd(
     Gradients flow through the implementations "recurrent" and "chunked" by ordinary autograd.
     On a GPU the contents of cu_seqlens are trusted; set ``KDA_CHECK=1`` to have them checked on every call.
     """
+    if torch.compiler.is_compiling() and not _differentiates(q, k, v, g, beta, A_log, dt_bias, initial_state):
+        return _traced(
+            (q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens),
+            (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, batch_invariant, impl),
+            out,
+            final_state,
+            output_final_state,
+        )
     impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
     problem = validate.forward(
         q,
@@ -120,6 +128,29 @@ def fwd(
         batch_invariant=batch_invariant,
     )
     return _run(dispatch.choose(problem.facts, impl), problem)
+
+
+ops.implement(fwd)
+
+
+def _differentiates(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _traced(
+    inputs: tuple[object, ...],
+    flags: tuple[object, ...],
+    out: Tensor | None,
+    final_state: Tensor | None,
+    output_final_state: bool,
+) -> Output:
+    """The call as one operator of a graph. What needs gradients is traced as what it is made of instead."""
+    o, state = torch.ops.kda.fwd(*inputs, output_final_state or final_state is not None, *flags)
+    if out is not None:
+        o = out.copy_(o)
+    if final_state is not None:
+        state = final_state.copy_(state)
+    return Output(o, state if output_final_state or final_state is not None else None)
 
 
 def _run(implementation: Implementation, problem: Problem) -> Output:

@@ -169,7 +169,7 @@ class Problem:
         o = o.to(self.facts.dtype)
         state: Tensor | None = None
         if self.facts.final_state:
-            state = final_state.to(self.facts.state_dtype)
+            state = final_state.to(self.facts.state_dtype).contiguous()
             if self.final_state is not None:
                 state = self.final_state.copy_(state)
         return Output(o if self.out is None else self.out.copy_(o), state)

@@ -133,8 +133,16 @@ def test_without_triton():
 
 # Who may import whom: architecture.md, "The seams".
 
-#: numerics <- problem <- {validate, gate, dispatch} <- api
-FRAME = {"kda.numerics": 0, "kda.problem": 1, "kda.validate": 2, "kda.gate": 2, "kda.dispatch": 2, "kda.api": 3}
+#: numerics <- problem <- {validate, gate, dispatch, ops} <- api
+FRAME = {
+    "kda.numerics": 0,
+    "kda.problem": 1,
+    "kda.validate": 2,
+    "kda.gate": 2,
+    "kda.dispatch": 2,
+    "kda.ops": 2,
+    "kda.api": 3,
+}
 SHARED = {"kda.problem", "kda.numerics", "kda.gate"}  # what implementations may import
 TOOLS = ("kda.testing", "kda.cli", "kda.__main__")
 #: The oracle's error propagation stands on the specification.
@@ -209,14 +217,19 @@ def test_the_arrow_test_sees_arrows(tmp_path, monkeypatch):
 
 ALONE = [name for name in MODULES if name != "kda" and not inside(name, *TOOLS)]
 ARROWS = f"""
-import importlib, types
+import importlib, os, types
 for name in {ALONE}:
-    for loaded in [m for m in sys.modules if m.split(".")[0] == "kda"]:
-        del sys.modules[loaded]
-    sys.modules["kda"] = types.ModuleType("kda")  # without running kda/__init__.py, which imports the frame
-    sys.modules["kda"].__path__ = [{str(PACKAGE)!r}]
-    importlib.import_module(name)
-    result[name] = sorted(m for m in sys.modules if m.split(".")[0] == "kda")
+    reader, writer = os.pipe()
+    if os.fork() == 0:  # each in a child: an operator can be defined only once in a process
+        sys.modules["kda"] = types.ModuleType("kda")  # without running kda/__init__.py, which imports the frame
+        sys.modules["kda"].__path__ = [{str(PACKAGE)!r}]
+        importlib.import_module(name)
+        os.write(writer, json.dumps(sorted(m for m in sys.modules if m.split(".")[0] == "kda")).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        result[name] = json.load(answer)
+    os.wait()
 """
 
 
