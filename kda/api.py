@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from kda import dispatch, ops, validate
+from kda import dispatch, ops, plan, validate
 from kda.problem import Implementation, Output, Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: Kinds of call that were validated and dispatched before, see `kda.plan`.
+_PLANS: dict[Hashable, plan.Plan] = {}
 
 
 def fwd(
@@ -106,6 +109,14 @@ def fwd(
             final_state,
             output_final_state,
         )
+    flags = (output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, batch_invariant)
+    tensors = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
+    key = plan.signature(tensors, scale, lower_bound, *flags, impl, dispatch.generation())
+    known = None if key is None else _PLANS.get(key)
+    if known is not None:
+        problem = known.problem(tensors)
+        if problem is not None:
+            return _run(dispatch.implementation(known.impl), problem)
     impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
     problem = validate.forward(
         q,
@@ -127,7 +138,13 @@ def fwd(
         allow_neg_eigval=allow_neg_eigval,
         batch_invariant=batch_invariant,
     )
-    return _run(dispatch.choose(problem.facts, impl), problem)
+    implementation = dispatch.choose(problem.facts, impl)
+    new = None if key is None else plan.plan_of(implementation.name, problem, tensors)
+    if key is not None and new is not None:
+        if len(_PLANS) >= plan.MOST:
+            _PLANS.clear()
+        _PLANS[key] = new
+    return _run(implementation, problem)
 
 
 ops.implement(fwd)

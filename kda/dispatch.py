@@ -104,8 +104,18 @@ def _reasons(name: str, facts: Facts) -> tuple[str, ...]:
     return (*impl.reasons(facts), *([missing] if missing else ()))
 
 
+_generation = 0
+
+
+def generation() -> int:
+    """How often what is remembered was dropped: a choice made before the last time is out of date."""
+    return _generation
+
+
 def forget() -> None:
     """Drop what is remembered about availability, after something was installed or built in this process."""
+    global _generation
+    _generation += 1
     _reasons.cache_clear()
     _missing.cache_clear()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,6 +147,8 @@ class Problem:
     final_state: Tensor | None
     layout: Layout
     facts: Facts
+    #: What implementations keep, under their own names, for calls that differ from this one in addresses alone.
+    memo: dict[str, Any] = field(default_factory=dict)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -77,6 +77,17 @@ def _reach(axes: list[tuple[int, int]]) -> int:
     return sum(stride * (size - 1) for stride, size in axes)
 
 
+def extent(x: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of x and of the one after its last; the same twice where there is nothing."""
+    start = 0 if x.is_meta else x.data_ptr()
+    if x.is_meta or x.numel() == 0:
+        return start, start
+    last = 0
+    for stride, size in zip(x.stride(), x.shape, strict=True):
+        last += stride * (size - 1)
+    return start, start + (last + 1) * x.element_size()
+
+
 def _repeats_itself(x: Tensor) -> bool:
     """Whether two indices may share an element: an axis that does not step over all the smaller ones."""
     axes = _axes(x)
@@ -85,13 +96,12 @@ def _repeats_itself(x: Tensor) -> bool:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory. Exact for views side by side in rows of one tensor, else by range."""
-    if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
+    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
+    if a_end <= b_start or b_end <= a_start or a_start == a_end or b_start == b_end:
         return False
-    (a_start, a_axes, a_size), (b_start, b_axes, b_size) = (
-        (x.data_ptr(), [(stride * x.element_size(), n) for stride, n in _axes(x)], x.element_size()) for x in (a, b)
+    (a_axes, a_size), (b_axes, b_size) = (
+        ([(stride * x.element_size(), n) for stride, n in _axes(x)], x.element_size()) for x in (a, b)
     )
-    if a_start + _reach(a_axes) + a_size <= b_start or b_start + _reach(b_axes) + b_size <= a_start:
-        return False
     for row in {stride for stride, _ in a_axes + b_axes if stride > 0}:
         # Seen modulo a common row length, each is an interval, unless an axis cuts across the rows.
         intervals = []
@@ -99,8 +109,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
             inner = [axis for axis in axes if axis[0] % row]
             first = (start - a_start) % row
             intervals.append((first, first + _reach(inner) + size))
-        (a_first, a_end), (b_first, b_end) = intervals
-        if max(a_end, b_end) <= row and (a_end <= b_first or b_end <= a_first):
+        (a_first, a_last), (b_first, b_last) = intervals
+        if max(a_last, b_last) <= row and (a_last <= b_first or b_last <= a_first):
             return False
     return True
 
@@ -157,7 +167,7 @@ def _checking() -> bool:
     return os.environ.get("KDA_CHECK", "").lower() not in ("", "0", "false", "no", "off")
 
 
-def _contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -> None:
+def contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -> None:
     """What only the contents can tell: free on a CPU, a synchronisation elsewhere (done under KDA_CHECK=1 alone)."""
     checking = _checking()
     if checking and q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -332,7 +342,7 @@ def forward(
             if out is not None:
                 readers["out"] = out
         _require_writable(name, buffer, readers)
-    _contents(q, g, kind, cu_seqlens)
+    contents(q, g, kind, cu_seqlens)
 
     facts = Facts(
         device=q.device.type,

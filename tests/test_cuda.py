@@ -119,6 +119,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     recorder = Recorder()
     monkeypatch.setattr(library, "load", lambda: recorder)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 77}))
     return recorder

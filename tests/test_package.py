@@ -133,7 +133,7 @@ def test_without_triton():
 
 # Who may import whom: architecture.md, "The seams".
 
-#: numerics <- problem <- {validate, gate, dispatch, ops} <- api
+#: numerics <- problem <- {validate, gate, dispatch, ops} <- plan <- api
 FRAME = {
     "kda.numerics": 0,
     "kda.problem": 1,
@@ -141,7 +141,8 @@ FRAME = {
     "kda.gate": 2,
     "kda.dispatch": 2,
     "kda.ops": 2,
-    "kda.api": 3,
+    "kda.plan": 3,
+    "kda.api": 4,
 }
 SHARED = {"kda.problem", "kda.numerics", "kda.gate"}  # what implementations may import
 TOOLS = ("kda.testing", "kda.cli", "kda.__main__")

@@ -434,14 +434,14 @@ class Unread:
 
 def test_contents_on_a_gpu_are_read_under_checking_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    validate._contents(OnGPU(), None, GateKind.BOUNDED, Unread())
+    validate.contents(OnGPU(), None, GateKind.BOUNDED, Unread())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("KDA_CHECK", "1")
     with pytest.raises(ValueError, match=r"cu_seqlens: .*got 6"):
-        validate._contents(OnGPU(), None, GateKind.BOUNDED, torch.tensor([0, 6]))
+        validate.contents(OnGPU(), None, GateKind.BOUNDED, torch.tensor([0, 6]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ValueError, match=r"KDA_CHECK: expected no .*capture.*, got one"):
-        validate._contents(OnGPU(), None, GateKind.BOUNDED, Unread())
+        validate.contents(OnGPU(), None, GateKind.BOUNDED, Unread())
 
 
 # Legal, however odd.

@@ -2,75 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
 from kda.cuda import library
 from kda.cuda.params import DTYPES, FwdParams
-from kda.problem import Output, Problem, aligned
+from kda.problem import Output, Problem
 
 
-def _input(x: Tensor) -> Tensor:
-    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def fwd(problem: Problem) -> Output:
-    """`kda.fwd` in one launch. Memory beyond inputs and outputs: none, but for tensors that must be copied first."""
+def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> FwdParams:
+    """All parameters but the addresses."""
     facts = problem.facts
-    q, k, v, g = (_input(x) for x in (problem.q, problem.k, problem.v, problem.g))
-    B, T, HV, N = facts.B, facts.T, facts.HV, facts.N
-    out = problem.out
-    if out is None or not aligned(out):
-        out = torch.empty(B, T, HV, facts.V, dtype=q.dtype, device=q.device)
-    if N * HV == 0:
-        out.zero_()
-    initial, final = problem.initial_state, problem.final_state
-    if initial is not None:
-        initial = _input(initial)
-    if facts.final_state and (final is None or not aligned(final)):
-        final = torch.empty(N, HV, facts.V, facts.K, dtype=facts.state_dtype, device=q.device)
-
-    cu_seqlens, A_log, dt_bias, beta = problem.layout.cu_seqlens, problem.A_log, problem.dt_bias, problem.beta
     p = FwdParams(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        g=g.data_ptr(),
-        beta=beta.data_ptr(),
-        out=out.data_ptr(),
-        q_stride=q.stride()[:3],
-        k_stride=k.stride()[:3],
-        v_stride=v.stride()[:3],
-        g_stride=g.stride()[:3],
-        beta_stride=beta.stride(),
-        out_stride=out.stride()[:3],
-        B=B,
-        T=T,
+        B=facts.B,
+        T=facts.T,
         H=facts.H,
-        HV=HV,
-        N=N,
+        HV=facts.HV,
+        N=facts.N,
         scale=problem.scale,
         lower_bound=facts.lower_bound or 0.0,
-        beta_dtype=DTYPES[beta.dtype],
+        beta_dtype=DTYPES[facts.beta_dtype],
         state_dtype=DTYPES[facts.state_dtype],
         use_qk_l2norm=facts.use_qk_l2norm,
         use_beta_sigmoid=facts.use_beta_sigmoid,
         allow_neg_eigval=facts.allow_neg_eigval,
     )
-    if A_log is not None:
-        p.A_log, p.A_log_stride, p.A_log_dtype = A_log.data_ptr(), A_log.stride(0), DTYPES[A_log.dtype]
-    if dt_bias is not None:
-        p.dt_bias, p.dt_bias_stride, p.dt_bias_dtype = dt_bias.data_ptr(), dt_bias.stride(), DTYPES[dt_bias.dtype]
-    if initial is not None:
-        p.initial_state, p.initial_stride = initial.data_ptr(), initial.stride()[:3]
-    if final is not None:
-        p.final_state, p.final_stride = final.data_ptr(), final.stride()[:3]
-    if cu_seqlens is not None:
-        p.cu_seqlens, p.cu_stride = cu_seqlens.data_ptr(), cu_seqlens.stride(0)
-        p.cu_64 = cu_seqlens.dtype == torch.int64
-    with torch.cuda.device(q.device):
-        stream = torch.cuda.current_stream(q.device).cuda_stream
-        library.check(library.load().kda_fwd_sm90(p, stream))
+    for name in ("q", "k", "v", "g", "beta", "out"):
+        setattr(p, f"{name}_stride", tensors[name].stride()[:3])  # type: ignore[union-attr]
+    for name in ("initial", "final"):
+        if (state := tensors[f"{name}_state"]) is not None:
+            setattr(p, f"{name}_stride", state.stride()[:3])
+    if (A_log := tensors["A_log"]) is not None:
+        p.A_log_stride, p.A_log_dtype = A_log.stride(0), DTYPES[A_log.dtype]
+    if (dt_bias := tensors["dt_bias"]) is not None:
+        p.dt_bias_stride, p.dt_bias_dtype = dt_bias.stride(), DTYPES[dt_bias.dtype]
+    if (offsets := tensors["cu_seqlens"]) is not None:
+        p.cu_stride, p.cu_64 = offsets.stride(0), offsets.dtype == torch.int64
+    return p
+
+
+def _copied(problem: Problem, tensors: dict[str, Tensor | None]) -> None:
+    """Replace what cannot be addressed: inputs by copies, buffers by nothing."""
+    for name in problem.facts.unaligned:
+        x = tensors[name]
+        buffer = name in ("out", "final_state") or x is None
+        tensors[name] = None if buffer else x.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+
+
+def fwd(problem: Problem) -> Output:
+    """`kda.fwd` in one launch. Memory beyond inputs and outputs: none, but for tensors that must be copied first."""
+    facts = problem.facts
+    tensors: dict[str, Tensor | None] = {
+        "q": problem.q,
+        "k": problem.k,
+        "v": problem.v,
+        "g": problem.g,
+        "beta": problem.beta,
+        "out": problem.out,
+        "A_log": problem.A_log,
+        "dt_bias": problem.dt_bias,
+        "initial_state": problem.initial_state,
+        "final_state": problem.final_state,
+        "cu_seqlens": problem.layout.cu_seqlens,
+    }
+    if facts.unaligned:
+        _copied(problem, tensors)
+    device, HV, N = problem.q.device, facts.HV, facts.N
+    out, final = tensors["out"], tensors["final_state"]
+    if out is None:
+        out = tensors["out"] = torch.empty(facts.B, facts.T, HV, facts.V, dtype=facts.dtype, device=device)
+    if final is None and facts.final_state:
+        final = torch.empty(N, HV, facts.V, facts.K, dtype=facts.state_dtype, device=device)
+        tensors["final_state"] = final
+    if N * HV == 0:
+        out.zero_()
+
+    known = problem.memo.get("cuda")
+    if known is None:
+        known = problem.memo["cuda"] = _parameters(problem, tensors)
+    p = FwdParams.from_buffer_copy(known)  # calls in other threads have their own
+    for name, x in tensors.items():
+        if x is not None:
+            setattr(p, name, x.data_ptr())
+    with torch.cuda.device(device) if torch.cuda.current_device() != device.index else contextlib.nullcontext():
+        library.check(library.load().kda_fwd_sm90(p, torch.cuda.current_stream(device).cuda_stream))
 
     if problem.out is not None and out is not problem.out:
         out = problem.out.copy_(out)
