@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -145,6 +146,42 @@ def test_what_the_library_is_told(record: Recorder) -> None:
     assert (p["scale"], p["lower_bound"], p["stream"]) == (0.25, -5.0, 77)
     assert (p["state_dtype"], p["beta_dtype"], p["A_log_dtype"], p["cu_64"], p["cu_stride"]) == (1, 1, 3, 1, 1)
     assert (p["use_qk_l2norm"], p["use_beta_sigmoid"], p["allow_neg_eigval"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_device_of_the_tensors_is_the_current_one_at_the_launch(
+    record: Recorder, monkeypatch: pytest.MonkeyPatch, current: int
+) -> None:
+    """With q on device 1: entered where another is current, its stream asked for, and left again."""
+    from kda.cuda import fwd
+
+    events: list[object] = []
+
+    class Entered:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            events.append(("enter", self.device.index))
+
+        def __exit__(self, *_: object) -> None:
+            events.append("leave")
+
+    def stream(device: torch.device) -> Any:
+        events.append(("stream", device.index))
+        return type("Stream", (), {"cuda_stream": 5})
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    problem = api.gather(**arguments(within_hopper(Case(lengths=(5,)))))[0]
+    on_other = type(
+        "OnOther", (), {"device": torch.device("cuda", 1), "__getattr__": lambda _, name: getattr(problem.q, name)}
+    )()
+    made = torch.empty_like(problem.v)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: made)
+    fwd.fwd(replace(problem, q=on_other))
+    assert events == ([("stream", 1)] if current == 1 else [("enter", 1), ("stream", 1), "leave"])
 
 
 def test_what_is_absent_is_null(record: Recorder) -> None:
