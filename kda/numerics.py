@@ -31,6 +31,12 @@ MAX_EXP = 88.0
 EXPONENT_BITS = 253.0
 
 
+#: Of the Hopper kernel: tokens of a chunk, channels, and the power of two that its state is held below its true size.
+SM90_TOKENS = 32
+SM90_CHANNELS = 128
+SM90_CARRIED = 40
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Largest relative error of rounding to nearest in `dtype`: half the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2
@@ -48,6 +54,7 @@ class Rounding:
     stored_state: `final_state` when it is stored.
     chunk:    tokens folded into one update of the state; 1 for a recurrence.
     lost:     size below which a coefficient of the chunk's inverse (at most 2) is lost, for a format of short range.
+    flushed:  size below which a number of the state is lost, in the state's own units.
     """
 
     operand: float
@@ -58,6 +65,7 @@ class Rounding:
     stored_state: float
     chunk: int
     lost: float = 0.0
+    flushed: float = 0.0
 
     @classmethod
     def uniform(cls, dtype: torch.dtype, output: torch.dtype, stored_state: torch.dtype, chunk: int) -> Rounding:

@@ -24,6 +24,11 @@ os.environ.setdefault("KDA_CACHE", str(Path(__file__).parents[1] / "build" / "ca
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: parallel workers that end together end sooner."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session")
 def library() -> Path:
     """The Hopper kernels, compiled for this checkout. The build's own lock makes the workers share one compilation."""

@@ -26,6 +26,7 @@ on_gpu = pytest.mark.parametrize("impl", [parameter("cuda")]) if HOPPER else pyt
 MODEL = within_hopper(Case(lengths=(130, 0, 65, 17), H=2))
 
 
+@pytest.mark.long
 @gpu
 @on_gpu
 @pytest.mark.parametrize("lengths", [range(1, 50), range(50, 90), range(90, 131)], ids=str)

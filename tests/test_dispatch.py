@@ -196,7 +196,7 @@ def test_every_reason_is_told_at_once():
 
 def test_exponent_budget():
     """cuda's declared budget decides, on both sides of its edge; the contract fixes -5 inside and -6 outside."""
-    per_nat = EXPONENT_BITS - exponent_margin(kda.cuda.TOKENS, -1.0)
+    per_nat = EXPONENT_BITS - exponent_margin(kda.numerics.SM90_TOKENS, -1.0)
     edge = -(EXPONENT_BITS - kda.cuda.OPERAND_BITS) / per_nat
     accepts = {
         bound: not dispatch.implementation("cuda").reasons(replace(SM90, lower_bound=bound))

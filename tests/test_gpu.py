@@ -196,6 +196,7 @@ def test_states_beyond_32_bits_and_many_sequences(impl: str) -> None:
 HERE = architecture(torch.cuda.get_device_capability()) if GPU else "any"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bf16", "K"), [(bf16, K) for arch, bf16, K in TABLE if arch == HERE])
 def test_every_row_of_the_table(bf16: bool, K: int) -> None:
     """Each configuration in a process of its own: one that is miscompiled must not hide behind another."""

@@ -41,6 +41,8 @@ FOUND = [
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in named(ALL_DTYPES)])
 def test_named(impl: str, name: str, case: Case) -> None:
     """Within the tolerance everywhere, and typically within one standard deviation: they are upper bounds."""
+    if impl == "cuda" and case.dtype != "bfloat16":
+        pytest.skip("cuda takes bf16, in which this case stands as well")
     assert check(fitted(case, impl), impl).typical <= 1
 
 
@@ -75,12 +77,14 @@ def draw_and_check(impl: str, start: int, examples: int, **kwargs: object) -> No
     attack()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("impl", PYTORCH)
 @pytest.mark.parametrize("shard", range(4))
 def test_drawn(impl: str, shard: int) -> None:
     draw_and_check(impl, shard, 75, dtypes=(*ALL_DTYPES, "float64"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("impl", kernels())
 @pytest.mark.parametrize("shard", range(20 if GPU else 4))
 def test_drawn_for_kernels(impl: str, shard: int) -> None:

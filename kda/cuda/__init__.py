@@ -10,15 +10,13 @@ from pathlib import Path
 
 import torch
 
-from kda.numerics import Rounding, exponent_margin, unit_roundoff
+from kda.numerics import SM90_CARRIED, SM90_CHANNELS, SM90_TOKENS, Rounding, exponent_margin, unit_roundoff
 from kda.problem import Facts, GateKind, Implementation, Output, Problem
 
-CHANNELS = 128
-#: Tokens of a chunk, and the bits of exponent that its operands need beside the gate's.
-TOKENS = 32
+#: Bits of exponent that the operands of a chunk need beside the gate's.
 OPERAND_BITS = 20.0
 #: Tokens and (sequence, head) pairs are counted in 32 bits.
-MOST = 2**31 - 64
+MOST = 2**31 - 2**16
 
 
 def _unavailable() -> str | None:
@@ -48,11 +46,11 @@ def _reasons(facts: Facts) -> list[str]:
     if facts.beta_dtype not in (torch.bfloat16, torch.float32):
         reasons.append(f"beta is {facts.beta_dtype}; the kernel takes bfloat16 or float32.".replace("torch.", ""))
     for name in ("K", "V"):
-        if getattr(facts, name) != CHANNELS:
-            reasons.append(f"{name} is {getattr(facts, name)}; the kernel takes {CHANNELS}.")
+        if getattr(facts, name) != SM90_CHANNELS:
+            reasons.append(f"{name} is {getattr(facts, name)}; the kernel takes {SM90_CHANNELS}.")
     if facts.gate is not GateKind.BOUNDED:
         reasons.append(f"the gate is {facts.gate.value}; the kernel's exponents need lower_bound.")
-    elif exponent_margin(TOKENS, facts.lower_bound or 0.0) < OPERAND_BITS:
+    elif exponent_margin(SM90_TOKENS, facts.lower_bound or 0.0) < OPERAND_BITS:
         reasons.append(f"lower_bound is {facts.lower_bound}; the kernel's exponent budget ends just below -5.")
     if max(facts.T, facts.N * facts.HV) > MOST:
         reasons.append(f"T is {facts.T} and N * HV is {facts.N * facts.HV}; the kernel counts up to {MOST}.")
@@ -70,7 +68,8 @@ def _rounding(facts: Facts) -> Rounding:
         state=unit_roundoff(torch.float32),
         output=unit_roundoff(facts.dtype),
         stored_state=unit_roundoff(facts.state_dtype),
-        chunk=TOKENS,
+        chunk=SM90_TOKENS,
+        flushed=float(torch.finfo(torch.float32).tiny) * 2.0**SM90_CARRIED,
     )
 
 

@@ -190,7 +190,8 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
         common = 3 * u2["inverse"] * mixed_by[:, place, None]  # [HV, 1]
         finite = torch.nan_to_num(step.log_decay, neginf=0.0)  # exp(-inf) is exact
         faded = u2["gate"] * (1 + finite.square()) * torch.maximum(before, base)
-        kept = u2["state"] * (torch.maximum(after, base) + written)
+        floor = (rounding.flushed / unit).square().mean(-1, keepdim=True)  # [HV, 1]
+        kept = u2["state"] * (torch.maximum(after, base) + written) + floor
 
         both = decay[:, :, None] * decay[:, None, :]
         P.mul_(both)
@@ -225,6 +226,7 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
             + 2 * u2["operand"] * read
             + 4 * u2["operand"] * mixed
             + read_sum[:, 0]
+            + floor[:, 0] * qt.square().sum(-1)
             + u2["output"] * (step.o / unit).square().mean(-1)
         )
         o[at] = step.o

@@ -10,7 +10,8 @@ namespace kda::sm90 {
 
 /// One lane: q, k, v, g of every chunk into the ring.
 __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
-  constexpr uint64_t evict_first = 0x12F0000000000000;  // createpolicy's code: every byte is read once
+  using Hint = cute::TMA::CacheHintSm90;
+  const auto read_once = Hint::EVICT_FIRST, shared_by_group = a.p.H == a.p.HV ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL;
   Ring ring;
   for_tasks(a, s, [&](const Task& task) {
 #pragma unroll 1
@@ -24,13 +25,13 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         const int channel = half * HALF;
-        auto load = [&](const CUtensorMap& map, void* to, int head) {
-          cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier, evict_first, to, channel, head, t, task.row);
+        auto load = [&](const CUtensorMap& map, void* to, int head, Hint hint) {
+          cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier, static_cast<uint64_t>(hint), to, channel, head, t, task.row);
         };
-        load(a.g, stage.half[half].g, task.value_head);
-        load(a.k, stage.half[half].k, task.head);
-        load(a.q, stage.half[half].q, task.head);
-        load(a.v, stage.half[half].v, task.value_head);
+        load(a.g, stage.half[half].g, task.value_head, read_once);
+        load(a.k, stage.half[half].k, task.head, shared_by_group);
+        load(a.q, stage.half[half].q, task.head, shared_by_group);
+        load(a.v, stage.half[half].v, task.value_head, read_once);
       }
     }
   });

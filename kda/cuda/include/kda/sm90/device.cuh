@@ -64,15 +64,27 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
   cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
 }
 
-/// Rounded to tf32: the tensor cores ignore the lower 13 bits.
-__device__ __forceinline__ uint32_t tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+/// A float as two of tf32, of which the tensor cores ignore the lower 13 bits. NaN stays NaN.
+struct Split {
+  uint32_t large, small;
+  __device__ explicit Split(float x) {
+    large = __float_as_uint(x) & 0xffffe000u;
+    small = __float_as_uint(x - __uint_as_float(large));
+  }
+};
 
-/// d += a b for one 16 x 8 x 8 product in tf32. With the eight k in the order 0, 2, 4, 6, 1, 3, 5, 7 a lane holds of a rows
+/// d += a b for one 16 x 8 x 8 product in tf32 with two terms: 21 bits. With the eight k in the order 0, 2, 4, 6, 1, 3, 5, 7 a lane holds of a rows
 /// g = lane / 4 and g + 8, k = 2 t and 2 t + 1 for t = lane % 4, and of b the same k of column g: the two that are
 /// neighbours in d as well.
-__device__ __forceinline__ void mma_tf32(float (&d)[4], float a_g0, float a_h0, float a_g1, float a_h1, float2 b) {
-  cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(d[0], d[1], d[2], d[3], tf32(a_g0), tf32(a_h0), tf32(a_g1), tf32(a_h1),
-                                           tf32(b.x), tf32(b.y), d[0], d[1], d[2], d[3]);
+__device__ __forceinline__ void mma_tf32x2(float (&d)[4], float a_g0, float a_h0, float a_g1, float a_h1, float2 b) {
+  using Product = cute::SM80_16x8x8_F32TF32TF32F32_TN;
+  const Split a[4] = {Split(a_g0), Split(a_h0), Split(a_g1), Split(a_h1)}, b0(b.x), b1(b.y);
+  Product::fma(d[0], d[1], d[2], d[3], a[0].small, a[1].small, a[2].small, a[3].small, b0.large, b1.large, d[0], d[1], d[2],
+               d[3]);
+  Product::fma(d[0], d[1], d[2], d[3], a[0].large, a[1].large, a[2].large, a[3].large, b0.small, b1.small, d[0], d[1], d[2],
+               d[3]);
+  Product::fma(d[0], d[1], d[2], d[3], a[0].large, a[1].large, a[2].large, a[3].large, b0.large, b1.large, d[0], d[1], d[2],
+               d[3]);
 }
 
 /// Everything this thread wrote to shared memory is seen by wgmma and bulk copies that come after the next barrier.

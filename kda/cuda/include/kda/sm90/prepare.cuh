@@ -6,10 +6,11 @@
 //   L  = strict_lower(Kd Ki^T) beta_t     M = lower(Qd Ki^T)
 //   Ab = (I + L)^-1 diag(beta)            Ak = Ab^T Kr         Aq = M Ab
 //
-// 2^G spans more than the exponent of bf16 over 32 tokens of the strongest gate. So rows 16..31 of Kd, Qd and Ki are
-// anchored: G + anchor instead of G, a constant, the same whatever the gates are (so no row depends on a later token).
-// That leaves 2^anchor too much in block (rows >= 16, columns < 16) of L and M, taken out again exactly; rows >= 16 of
-// Aq are given 2^anchor, because the recurrence meets it in Qd S.
+// 2^G spans more than the exponent of bf16 over 32 tokens of the strongest gate. So rows of Kd, Qd and Ki are anchored by
+// constants, the same whatever the gates are (so that no row depends on a later token): G + CARRIED in rows 0..15, G +
+// anchor in rows 16..31. Kd S would overflow for slow channels and large states; the recurrence carries its state times
+// 2^-CARRIED. That leaves 2^(anchor - CARRIED) too much in block (rows >= 16, columns < 16) of L and M, taken out again
+// exactly; rows of Aq are given their anchor, because they join Qd S and multiply what carries 2^-CARRIED.
 #pragma once
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "kda/numerics.h"
@@ -64,9 +65,9 @@ __device__ __forceinline__ void decay_rows(Stage& stage, float (&sums)[2][CHANNE
   const float2 after = *reinterpret_cast<const float2*>(&sums[1][channel]);
   const float2 end = make_float2(before.x + after.x, before.y + after.y);
   // What is added to G, and Kr = Ki * rest * rest: two factors keep every intermediate within the exponent.
-  const float2 shift = upper ? make_float2(before.x + anchor, before.y + anchor) : make_float2(0.0f, 0.0f);
-  const float still = upper ? anchor : 0.0f;
-  const float2 rest = make_float2(exp2_fast(0.5f * (end.x + still)), exp2_fast(0.5f * (end.y + still)));
+  const float constant = upper ? anchor : static_cast<float>(CARRIED);
+  const float2 shift = make_float2(upper ? before.x + constant : constant, upper ? before.y + constant : constant);
+  const float2 rest = make_float2(exp2_fast(0.5f * (end.x + constant)), exp2_fast(0.5f * (end.y + constant)));
   if (upper) *reinterpret_cast<float2*>(&stage.decay[channel]) = make_float2(exp2_fast(end.x), exp2_fast(end.y));
 
 #pragma unroll
@@ -145,7 +146,8 @@ __device__ __forceinline__ void mask_queries(Stage& stage, const float (&d)[16],
 /// Ab = (I + L)^-1 diag(beta), transposed, in bf16; by one warp.
 ///
 /// Entries of the inverse are bounded, powers of L are not, so the four 8 x 8 blocks of the diagonal are substituted, in
-/// fp32, a column a lane. Blocks are merged, 8 to 16 to 32, by (A 0; C B)^-1 = (A' 0; -B' C A' B') on the tensor cores.
+/// fp32, a column a lane. Blocks are merged, 8 to 16 to 32, by (A 0; C B)^-1 = (A' 0; -B' C A' B') on the tensor cores, in
+/// tf32 with two terms an operand: with weights near 2 one term loses what Ab in bf16 would still hold.
 __device__ __forceinline__ void invert(const float* lower, float* solved, const Stage& stage, char* inverse, int lane) {
   const int block = lane / 8, g = lane / 4, t = 2 * (lane % 4);
   auto L = [&](int row, int column) {  // and the row after it
@@ -180,11 +182,11 @@ __device__ __forceinline__ void invert(const float* lower, float* solved, const 
   {  // 8 to 16, two at once: of a product's rows the first eight belong to one, the last eight to the other
     float p[4] = {}, q[4] = {};
     const float b[4] = {T(8 + g, 8 + t), T(8 + g, 24 + t), T(8 + g, 8 + t + 1), T(8 + g, 24 + t + 1)};
-    mma_tf32(p, b[0], b[1], b[2], b[3], L(8 + t, g));
-    mma_tf32(q, b[0], b[1], b[2], b[3], L(24 + t, 16 + g));
+    mma_tf32x2(p, b[0], b[1], b[2], b[3], L(8 + t, g));
+    mma_tf32x2(q, b[0], b[1], b[2], b[3], L(24 + t, 16 + g));
     float first[4] = {}, second[4] = {};
-    mma_tf32(first, p[0], q[2], p[1], q[3], T2(t, g));
-    mma_tf32(second, p[0], q[2], p[1], q[3], T2(t, 16 + g));
+    mma_tf32x2(first, p[0], q[2], p[1], q[3], T2(t, g));
+    mma_tf32x2(second, p[0], q[2], p[1], q[3], T2(t, 16 + g));
     T(8 + g, t) = -first[0], T(8 + g, t + 1) = -first[1];
     T(8 + g, 16 + t) = -second[2], T(8 + g, 16 + t + 1) = -second[3];
   }
@@ -194,12 +196,12 @@ __device__ __forceinline__ void invert(const float* lower, float* solved, const 
 #pragma unroll
   for (int k = 0; k < 16; k += 8) {
     const float b[4] = {T(g, 16 + k + t), T(8 + g, 16 + k + t), T(g, 16 + k + t + 1), T(8 + g, 16 + k + t + 1)};
-    for (int n = 0; n < 2; ++n) mma_tf32(product[n], b[0], b[1], b[2], b[3], L(16 + k + t, 8 * n + g));
+    for (int n = 0; n < 2; ++n) mma_tf32x2(product[n], b[0], b[1], b[2], b[3], L(16 + k + t, 8 * n + g));
   }
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     const float(&p)[4] = product[k];
-    for (int n = 0; n < 2; ++n) mma_tf32(corner[n], p[0], p[2], p[1], p[3], T2(8 * k + t, 8 * n + g));
+    for (int n = 0; n < 2; ++n) mma_tf32x2(corner[n], p[0], p[2], p[1], p[3], T2(8 * k + t, 8 * n + g));
   }
   const float2 beta0 = *reinterpret_cast<const float2*>(&stage.beta[t]);
   const float2 beta1 = *reinterpret_cast<const float2*>(&stage.beta[8 + t]);
@@ -294,8 +296,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
       float d[16];
       score(stage, d);
       const int upper = warp & 1;
-      // The block of rows >= 16 and columns < 16 holds 2^anchor too much.
-      const float exact = upper ? power_of_two(-args.anchor) : 1.0f;
+      const float exact = upper ? power_of_two(CARRIED - args.anchor) : 1.0f;
       if (warp < 2) {
         mask_keys(stage, d, exact, lower, upper, lane);
         cutlass::arch::NamedBarrier::sync(64, GROUPS + group);
@@ -305,7 +306,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
       }
       cutlass::arch::NamedBarrier::sync(128, group);
       fold_keys(stage, inverse, warp, lane);
-      if (warp >= 2) fold_queries(stage, inverse, upper ? power_of_two(args.anchor) : 1.0f, upper, lane);
+      if (warp >= 2) fold_queries(stage, inverse, power_of_two(upper ? args.anchor : CARRIED), upper, lane);
       publish();
       arrive_warp(s.full[ring.stage()]);
     }

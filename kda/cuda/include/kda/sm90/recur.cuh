@@ -2,7 +2,8 @@
 //
 //   R = V - Kd S      O = Qd S + Aq R      S' = decay S + Ak^T R
 //
-// Everything is linear in (V, S); both carry 2^-CARRIED, because rows 16..31 of Kd and Qd hold 2^anchor more.
+// Everything is linear in (V, S). S and the R that is folded into it carry 2^-CARRIED, which rows 0..15 of Kd and Qd make
+// up for, so that these rows of R and O have their true size; rows 16..31 have 2^(anchor - CARRIED) more until the end.
 #pragma once
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "kda/sm90/device.cuh"
@@ -10,8 +11,6 @@
 #include "kda/sm90/task.cuh"
 
 namespace kda::sm90 {
-
-constexpr int CARRIED = 40;
 
 /// The state of a thread: element [4 j + 2 r + e] is V row 8 r + lane / 4 of the warp's 16, channel 8 j + lane % 4 * 2 + e.
 using State = float[64];
@@ -60,6 +59,27 @@ __device__ __forceinline__ void store_state(const kda_fwd_params& p, const Task&
   });
 }
 
+/// The state of an empty sequence, bit for bit.
+__device__ __forceinline__ void copy_state(const kda_fwd_params& p, const Task& task, int first_row) {
+  if (p.final_state == nullptr) return;
+  const int64_t from = task.sequence * p.initial_stride[0] + task.value_head * p.initial_stride[1];
+  const int64_t to = task.sequence * p.final_stride[0] + task.value_head * p.final_stride[1];
+  auto copy = [&](auto pair) {
+    using Pair = decltype(pair);
+    for_pairs([&](int, int row, int channel) {
+      const auto* source = static_cast<const Pair*>(p.initial_state);
+      const int64_t i = (from + (first_row + row) * p.initial_stride[2] + channel) / 2;
+      static_cast<Pair*>(p.final_state)[(to + (first_row + row) * p.final_stride[2] + channel) / 2] =
+          source ? source[i] : Pair{};
+    });
+  };
+  if (p.state_dtype == KDA_BF16) {
+    copy(uint32_t{});
+  } else {
+    copy(uint2{});
+  }
+}
+
 template <class Product>
 __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
                                         cute::SM90::GMMA::ScaleOut keep = cute::SM90::GMMA::ScaleOut::One) {
@@ -92,17 +112,19 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const int first_row = group * HALF + warp * 16;
   const float down = power_of_two(-CARRIED), up = power_of_two(CARRIED);
-  const float anchor_down = power_of_two(-args.anchor);
-  const float seed[2] = {down, power_of_two(args.anchor - CARRIED)};
-  const float result[2] = {p.scale * up, p.scale * power_of_two(CARRIED - args.anchor)};
+  const float seed = power_of_two(args.anchor - CARRIED), anchor_down = power_of_two(-args.anchor);
+  const float result[2] = {p.scale, p.scale * power_of_two(CARRIED - args.anchor)};
   const int vector = 2 * warp + lane / 16;  // of V and O, for ldmatrix and stmatrix
   Ring ring;
   State state;
 
   for_tasks(args, s, [&](const Task& task) {
     const int chunks = task.chunks();
-    // An empty sequence passes its state on untouched.
-    load_state(p, task, first_row, chunks ? down : 1.0f, state);
+    if (chunks == 0) {
+      copy_state(p, task, first_row);
+      return;
+    }
+    load_state(p, task, first_row, down, state);
 #pragma unroll 1
     for (const uint32_t end = ring.chunk + chunks; ring.chunk != end; ++ring.chunk) {
       Stage& stage = s.stage[ring.stage()];
@@ -123,8 +145,8 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
         const uint32_t order[4] = {v[0], v[2], v[1], v[3]};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          residual[8 * h + 2 * i] = low(order[i]) * seed[h];
-          residual[8 * h + 2 * i + 1] = high(order[i]) * seed[h];
+          residual[8 * h + 2 * i] = h ? low(order[i]) * seed : low(order[i]);
+          residual[8 * h + 2 * i + 1] = h ? high(order[i]) * seed : high(order[i]);
         }
       }
       const uint64_t kd = descriptor(stage.half[0].k, LayoutType::B128, 1024);
@@ -152,7 +174,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       uint32_t r[2][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        r[0][i] = pack(residual[2 * i], residual[2 * i + 1]);
+        r[0][i] = pack(residual[2 * i] * down, residual[2 * i + 1] * down);
         r[1][i] = pack(residual[8 + 2 * i] * anchor_down, residual[8 + 2 * i + 1] * anchor_down);
       }
       hold(state);
@@ -178,7 +200,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       publish();
       arrive_warp(s.o_full[buffer]);
     }
-    store_state(p, task, first_row, chunks ? up : 1.0f, state);
+    store_state(p, task, first_row, up, state);
   });
 }
 
