@@ -5,6 +5,8 @@ They see what no tolerance can: a rounding that depends on the future, a result 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -381,3 +383,37 @@ def test_launches_do_not_grow_with_sequences(impl: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(forward, "recur_kernel", Counted(forward.recur_kernel))
     kda.fwd(**call(Case(lengths=(1,) * 12), impl))
     assert len(launches) == 2
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype set, and restored."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS = {
+    "default dtype fp64": lambda on: default_dtype(torch.float64),
+    "default dtype fp16": lambda on: default_dtype(torch.float16),
+    "default device": lambda on: torch.device("meta"),
+    "autocast": lambda on: torch.autocast(on, dtype=torch.float16 if on == "cuda" else torch.bfloat16),
+    "inference mode": lambda on: torch.inference_mode(),
+    "no grad": lambda on: torch.no_grad(),
+}
+
+
+@pytest.mark.parametrize("impl", implementations())
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_context_of_the_call(context: Callable[[str], AbstractContextManager[Any]], impl: str) -> None:
+    """Inputs are taken as they come, whatever surrounds the call: twice, so that a repeated call is seen too."""
+    args = call(Case(lengths=(20, 3), dtype="float32"), impl)
+    expected = kda.fwd(**args)
+    with context(device(impl)):
+        for actual in (kda.fwd(**args), kda.fwd(**args)):
+            for x, y in zip(actual, expected, strict=True):
+                assert (x.dtype, x.device) == (y.dtype, y.device)
+                assert torch.equal(x, y)

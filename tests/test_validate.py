@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -651,41 +650,3 @@ def test_meta_tensors_are_well_formed():
     call = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in full().items()}
     with pytest.raises(kda.Unsupported, match="meta"):
         kda.fwd(**call)
-
-
-def result(call: Call, impl: str) -> kda.Output:
-    """What an implementation returns without buffers, final state included."""
-    return kda.fwd(**{n: x for n, x in call.items() if n not in BUFFERS}, output_final_state=True, impl=impl)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch's default dtype set, and restored."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-CONTEXTS = {
-    "default dtype fp64": lambda: default_dtype(torch.float64),
-    "default dtype fp16": lambda: default_dtype(torch.float16),
-    "default device": lambda: torch.device("meta"),
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "inference mode": torch.inference_mode,
-    "no grad": torch.no_grad,
-}
-
-
-@pytest.mark.parametrize("impl", ["chunked", "recurrent"])
-@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
-def test_context_of_the_call(context, impl):
-    call = full()
-    expected = result(call, impl)
-    with context():
-        actual = result(call, impl)
-    for x, y in zip(actual, expected, strict=True):
-        assert (x.dtype, x.device) == (y.dtype, y.device)
-        assert torch.equal(x, y)
