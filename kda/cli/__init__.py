@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time the named shapes, correctness checked first")
     bench.add_argument("--suite", choices=["all", "time", "accuracy"], default="all")
     bench.add_argument("--impl", action="append", choices=[*TABLE], help="implementation; may be repeated")
+    bench.add_argument("--heads", type=int, nargs="+", help="only the shapes with these numbers of heads")
     bench.add_argument("--markdown", metavar="FILE", help="also write the tables to FILE")
     return parser
 
@@ -81,4 +82,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return replay.run(console, args.case, args.impl)
     from kda.cli import bench
 
-    return bench.run(console, args.suite, args.impl, args.markdown)
+    return bench.run(console, args.suite, args.impl, args.markdown, args.heads)

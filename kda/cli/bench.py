@@ -12,7 +12,7 @@ import datetime
 import importlib.metadata
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,8 @@ RAGGED = (1300, 547, 2048, 963, 271, 3063)
 #: Shapes that are timed: bf16, K = V = 128, bounded gate of -5, fp32 states in and out.
 SHAPES = {
     "cuda": [
-        Case(lengths=(8192,), H=96, K=128, V=128),
-        Case(lengths=RAGGED, H=96, K=128, V=128),
-        Case(lengths=(1024,) * 8, H=96, K=128, V=128),
+        *(Case(lengths=x, H=H, K=128, V=128) for H in (96, 64) for x in ((8192,), RAGGED, (1024,) * 8)),
+        Case(lengths=(16,) * 512, H=32, K=128, V=128),
         Case(lengths=(8192,), H=8, K=128, V=128),
     ],
     "cpu": [
@@ -131,7 +130,9 @@ def _timing(samples: list[float]) -> Timing:
     return Timing(median, low, high)
 
 
-def _callables(case: Case, call: dict[str, Any], names: list[str], device: str) -> dict[str, Callable[[], Output]]:
+def _callables(
+    case: Case, call: dict[str, Any], names: list[str], device: str, peers: bool = True
+) -> dict[str, Callable[[], Output]]:
     """The implementations that accept the case, with buffers in place, and the peers on a GPU."""
     explanation = dispatch.explain_facts(facts_of(replace(case, lengths=(0,) * len(case.lengths)), device))
     buffers = {
@@ -142,7 +143,7 @@ def _callables(case: Case, call: dict[str, Any], names: list[str], device: str) 
     result: dict[str, Callable[[], Output]] = {
         name: partial(api.fwd, **{**call, **buffers}, impl=name) for name in chosen
     }
-    if device == "cuda":
+    if device == "cuda" and peers:
         for peer in installed():
             result[peer] = PEERS[peer][2](call)
     return result
@@ -154,14 +155,17 @@ def _agreement(first: Output, other: Output) -> float:
     return float((a - b).square().mean().sqrt() / a.square().mean().sqrt())
 
 
-def times(console: Console, names: list[str], device: str) -> tuple[list[list[str]], bool]:
-    """Time every shape: a heading and a row per implementation. The second value: whether ours agreed everywhere."""
+def times(
+    console: Console, names: list[str], device: str, heads: Sequence[int] | None = None
+) -> tuple[list[list[str]], bool]:
+    """Time every shape, or those with one of these numbers of heads: a heading and a row per implementation. The second value: whether ours agreed everywhere."""
     rows = [["lengths", "H", "implementation", "ms (quartiles)", "floor / time", "times the first", "RMS difference"]]
     bandwidth = copy_bandwidth() if device == "cuda" else 0.0
     agreed = True
     with Progress(console=console) as progress:
-        task = progress.add_task("timing", total=len(SHAPES[device]))
-        for case in SHAPES[device]:
+        shapes = [case for case in SHAPES[device] if heads is None or case.H in heads]
+        task = progress.add_task("timing", total=len(shapes))
+        for case in shapes:
             call = inputs(case, device)
             calls = _callables(case, call, names, device)
             results = {name: Output(run().o.clone(), None) for name, run in calls.items()}
@@ -185,7 +189,7 @@ def times(console: Console, names: list[str], device: str) -> tuple[list[list[st
     return rows, agreed
 
 
-def accuracy(console: Console, names: list[str], device: str) -> tuple[list[list[str]], bool]:
+def accuracy(console: Console, names: list[str], device: str, peers: bool = True) -> tuple[list[list[str]], bool]:
     """RMS error over RMS reference and worst sigma of every family. The second value: whether all were accepted."""
     rows = [["inputs", "implementation", "RMS o", "RMS state", "worst sigma"]]
     accepted = True
@@ -194,7 +198,7 @@ def accuracy(console: Console, names: list[str], device: str) -> tuple[list[list
         for family, full in FAMILIES.items():
             case = full if device == "cuda" or len(full.lengths) > 1 else replace(full, lengths=(512,), H=1)
             call = arguments(case, device)
-            calls = _callables(case, call, names, device)
+            calls = _callables(case, call, names, device, peers)
             facts = facts_of(case, device)
             for name, run in calls.items():
                 result = run()
@@ -227,7 +231,9 @@ def _peer_versions() -> str:
     return f", {', '.join(found)}" if found else ""
 
 
-def run(console: Console, suite: str, impls: list[str] | None, markdown: str | None) -> int:
+def run(
+    console: Console, suite: str, impls: list[str] | None, markdown: str | None, heads: Sequence[int] | None = None
+) -> int:
     """Measure and print. Returns 1 if an implementation is outside the tolerance; then nothing is timed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = impls or [n for n in dispatch.AUTO[device] if n in dispatch.TABLE] + (
@@ -237,7 +243,7 @@ def run(console: Console, suite: str, impls: list[str] | None, markdown: str | N
     if device == "cpu":
         console.print("No GPU here: these are the PyTorch implementations on the CPU, at small sizes.")
     parts: list[tuple[str, list[list[str]]]] = []
-    rows, accepted = accuracy(console, names, device)
+    rows, accepted = accuracy(console, names, device, peers=suite != "time")
     if suite != "time":
         parts.append(("Accuracy: RMS error / RMS reference against fp64", rows))
         _print(console, *parts[-1])
@@ -245,7 +251,7 @@ def run(console: Console, suite: str, impls: list[str] | None, markdown: str | N
         console.print("[red]an implementation is outside the tolerance (see worst sigma): not timed")
         return 1
     if suite != "accuracy":
-        rows, accepted = times(console, names, device)
+        rows, accepted = times(console, names, device, heads)
         parts.append(("Forward: K = V = 128, bounded gate of -5, states in fp32", rows))
         _print(console, *parts[-1])
         if not accepted:
