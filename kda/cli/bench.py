@@ -158,7 +158,10 @@ def _agreement(first: Output, other: Output) -> float:
 def times(
     console: Console, names: list[str], device: str, heads: Sequence[int] | None = None
 ) -> tuple[list[list[str]], bool]:
-    """Time every shape, or those with one of these numbers of heads: a heading and a row per implementation. The second value: whether ours agreed everywhere."""
+    """Time every shape, or those with one of these numbers of heads: a heading and a row per implementation.
+
+    The second value: whether ours agreed everywhere.
+    """
     rows = [["lengths", "H", "implementation", "ms (quartiles)", "floor / time", "times the first", "RMS difference"]]
     bandwidth = copy_bandwidth() if device == "cuda" else 0.0
     agreed = True
