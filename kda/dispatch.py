@@ -116,8 +116,8 @@ def forget() -> None:
     """Drop what is remembered about availability, after something was installed or built in this process."""
     global _generation
     _generation += 1
-    _reasons.cache_clear()
-    _missing.cache_clear()
+    for remembered in (_reasons, _missing, _warn_once):
+        remembered.cache_clear()
 
 
 def build(name: str, *, force: bool = False, verbose: bool = False) -> Path:
@@ -165,6 +165,8 @@ def choose(facts: Facts, impl: str = "auto") -> Implementation:
     reasons_of = _reasons if impl == "auto" else _at_first_use
     for name in candidates:
         against = reasons_of(name, facts)
+        if against and impl == "auto" and against == (_missing(name),) and implementation(name).build is not None:
+            _warn_once(name, against[0])
         if not against:
             if log.isEnabledFor(logging.INFO):
                 _log_once(name, replace(facts, B=0, T=0, N=0))
@@ -178,6 +180,12 @@ def choose(facts: Facts, impl: str = "auto") -> Implementation:
     hint = f" impl={able[0]!r} can, in plain PyTorch." if able else ""
     where = f"on a {facts.device} tensor auto takes {' or '.join(candidates) or 'nothing'}"
     raise Unsupported(f"no implementation for this call: {where}.{hint}", {n: r for n, r in reasons.items() if r})
+
+
+@lru_cache(maxsize=64)
+def _warn_once(name: str, missing: str) -> None:
+    """The faster one is a command away, which a caller who never asks `explain` would not find out."""
+    log.warning("%s would run this call, but: %s Until then auto takes the next best.", name, missing)
 
 
 @lru_cache(maxsize=4096)

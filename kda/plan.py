@@ -8,7 +8,7 @@ in addresses and contents alone. Of these only two matter: whether a buffer lies
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,48 +20,46 @@ from kda.problem import VECTOR, Layout, Problem
 #: Kinds of call that are remembered; then all are forgotten.
 MOST = 1024
 
-#: The tensors of a call, in `kda.fwd`'s order, and those of them that are written.
+#: The tensors of a call, in `kda.fwd`'s order.
 TENSORS = (
     *("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias"),
     *("initial_state", "final_state", "cu_seqlens"),
 )
-_OUT, _FINAL = TENSORS.index("out"), TENSORS.index("final_state")
-_INITIAL = TENSORS.index("initial_state")
+_OUT, _INITIAL, _FINAL = (TENSORS.index(name) for name in ("out", "initial_state", "final_state"))
 _PARAMETERS = (TENSORS.index("A_log"), TENSORS.index("dt_bias"))
-#: What rows of vectors are asked of; see `problem.aligned`.
-_ROWS = tuple(TENSORS.index(name) for name in ("q", "k", "v", "g", "out", "initial_state", "final_state"))
+#: Those whose rows are asked to be of whole vectors; see `problem.aligned`.
+_ROWS = frozenset(TENSORS.index(name) for name in ("q", "k", "v", "g", "out", "initial_state", "final_state"))
 
 Tensors = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """impl: name of the implementation. fields: of the problem, but for the tensors. bytes: each tensor's extent.
-
-    views: shapes of A_log and dt_bias in the problem, where the caller's are others.
+    """impl:  name of the implementation.
+    fields: of the problem, but for the tensors.
+    extents: index and bytes of every tensor that is there, and whether its rows are asked to be of whole vectors.
+    views:  shapes of A_log and dt_bias in the problem, where the caller's are others.
     """
 
     impl: str
     fields: dict[str, Any]
-    bytes: tuple[int, ...]
+    extents: tuple[tuple[int, int, bool], ...]
     views: tuple[tuple[str, tuple[int, ...]], ...]
 
     def problem(self, tensors: Tensors) -> Problem | None:
         """The problem of a call with the plan's signature; None if its addresses need a closer look."""
-        starts = [0 if x is None else x.data_ptr() for x in tensors]
-        for i in _ROWS:
-            if starts[i] % VECTOR:
-                return None
-        sizes = self.bytes
+        spans = []
+        bits = 0
+        for i, size, row in self.extents:
+            start = tensors[i].data_ptr()  # type: ignore[union-attr]
+            if row:
+                bits |= start
+            spans.append((i, start, start + size))
+        if bits % VECTOR:
+            return None
         for buffer in (_OUT, _FINAL):
-            start, stop = starts[buffer], starts[buffer] + sizes[buffer]
-            if start == stop:
-                continue
-            for other, at in enumerate(starts):
-                if other != buffer and at < stop and start < at + sizes[other]:
-                    in_place = buffer + other == _INITIAL + _FINAL and start == at
-                    if not in_place or tensors[_INITIAL].stride() != tensors[_FINAL].stride():  # type: ignore[union-attr]
-                        return None
+            if tensors[buffer] is not None and _meets(buffer, spans, tensors):
+                return None
         problem = object.__new__(Problem)  # as its constructor would, in a tenth of the time
         fields = problem.__dict__
         fields.update(self.fields)
@@ -70,30 +68,40 @@ class Plan:
             fields[name] = fields[name].view(shape)
         offsets = fields.pop("cu_seqlens")
         if offsets is not None:
-            fields["layout"] = replace(self.fields["layout"], cu_seqlens=offsets)
-        validate.contents(fields["q"], fields["g"], self.fields["facts"].gate, offsets)
+            layout = self.fields["layout"]
+            fields["layout"] = Layout(layout.batch, layout.tokens, offsets)
+        validate.contents(tensors[0], tensors[3], self.fields["facts"].gate, offsets)  # type: ignore[arg-type]
         return problem
+
+
+def _meets(buffer: int, spans: list[tuple[int, int, int]], tensors: Tensors) -> bool:
+    """Whether a buffer's span lies on another tensor's, but for a state that is updated in place."""
+    start, stop = next((a, b) for i, a, b in spans if i == buffer)
+    for i, other, end in spans:
+        if other < stop and start < end and i != buffer and start != stop and other != end:
+            in_place = buffer == _FINAL and i == _INITIAL and start == other
+            if not in_place or tensors[_INITIAL].stride() != tensors[_FINAL].stride():  # type: ignore[union-attr]
+                return True
+    return False
 
 
 def signature(tensors: Tensors, *rest: Hashable) -> Hashable | None:
     """What two calls share that one plan serves; None for a call that must always be looked at."""
+    parts: list[Hashable] = [torch.is_inference_mode_enabled(), *rest, *map(type, rest)]
+    grad = torch.is_grad_enabled()
     try:
-        parts: list[Hashable] = [torch.is_inference_mode_enabled(), *rest, *map(type, rest)]
-        grad = torch.is_grad_enabled()
         for x in tensors:
             if x is None:
                 parts.append(None)
-                continue
-            if x.is_neg() or (grad and x.requires_grad) or x.layout != torch.strided:
+            elif x.is_neg() or (grad and x.requires_grad):
                 return None
-            parts.append((x.shape, x.stride(), x.dtype, x.device, x.is_inference()))
+            else:
+                parts += (x.shape, x.stride(), x.dtype, x.device)
+        for buffer in (tensors[_OUT], tensors[_FINAL]):
+            parts.append(buffer is not None and buffer.is_inference())
         key = tuple(parts)
         hash(key)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # no tensors, or not of the kind that has strides: validation says
+    except (AttributeError, RuntimeError, TypeError):  # no tensors, or none that has strides: validation says what
         return None
     return key
 
@@ -110,6 +118,10 @@ def plan_of(impl: str, problem: Problem, tensors: Tensors) -> Plan | None:
     if problem.facts.unaligned:
         return None
     fields = {name: value for name, value in problem.__dict__.items() if name not in TENSORS}
-    extents = [(0, 0) if x is None else validate.extent(x) for x in tensors]
     fields["layout"] = Layout(problem.layout.batch, problem.layout.tokens, None)
-    return Plan(impl, fields, tuple(stop - start for start, stop in extents), tuple(views))
+    extents = []
+    for i, x in enumerate(tensors):
+        if x is not None:
+            start, stop = validate.extent(x)
+            extents.append((i, stop - start, i in _ROWS))
+    return Plan(impl, fields, tuple(extents), tuple(views))

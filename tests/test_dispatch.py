@@ -517,6 +517,20 @@ def test_explain_has_the_signature_of_fwd():
     assert {p.kind for name, p in parameters.items() if name not in positional} == {inspect.Parameter.KEYWORD_ONLY}
 
 
+def test_a_faster_one_that_is_not_built_is_named_once(monkeypatch, caplog):
+    """`auto` goes on with the next best and says so; not where a call could not run there anyway, nor by name."""
+    plant(monkeypatch, "cuda", unavailable=lambda: "not built yet.", build=pytest.fail)
+    for _ in range(2):
+        assert dispatch.choose(SM90).name == "triton"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cuda would run this call, but: not built yet. Until then auto takes the next best." in caplog.text
+    caplog.clear()
+    dispatch.forget()
+    assert dispatch.choose(replace(SM90, K=64)).name == "triton"
+    assert dispatch.choose(SM90, "triton").name == "triton"
+    assert not caplog.records
+
+
 def test_the_log_says_once_per_kind_of_call_what_ran(caplog):
     caplog.set_level(logging.INFO, "kda")
     for T in (3, 3, 5):
