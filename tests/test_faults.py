@@ -5,10 +5,13 @@ The faulty implementation rounds like a bf16 kernel and declares so, hence is ju
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,6 +19,7 @@ import test_gates
 import test_laws
 import test_oracle
 import torch
+from targets import GPU
 from test_tolerance import BF16, to_bf16, to_fp16
 
 from kda import dispatch
@@ -154,6 +158,73 @@ def test_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     impl = install(monkeypatch, fault.edits)
     with pytest.raises((AssertionError, Finding)):
         fault.caught_by(impl)
+
+
+#: The same in the Triton kernels: the file, the edit, and the named case that must catch it.
+KERNEL_FAULTS = {
+    "gate off by 0.5 %": (
+        "prepare",
+        "a = tl.where(mask, log_decay(",
+        "a = tl.where(mask, 1.005 * log_decay(",
+        "only decay",
+    ),
+    "a tail's last gate left out": (
+        "prepare",
+        "last = tl.minimum(stop - start, C).to(tl.int32) - 1",
+        "last = tl.maximum(tl.minimum(stop - start, C).to(tl.int32) - 2, 0)",
+        "only decay",
+    ),
+    "beta one token late": (
+        "prepare",
+        "tl.load(beta + rows * beta_t,",
+        "tl.load(beta + tl.maximum(rows - 1, 0) * beta_t,",
+        "one chunk",
+    ),
+    "mask without the diagonal": (
+        "prepare",
+        "tl.where(i == j, diagonal[:, None], 0.0)",
+        "0.0 * tl.where(i == j, diagonal[:, None], 0.0)",
+        "one token",
+    ),
+    "an empty sequence shifts the table": (
+        "recur",
+        "slot = start // C + n",
+        "slot = start // C",
+        "empty first, middle, last",
+    ),
+    "state kept in bf16": (
+        "recur",
+        "S = S * e[:, None] + ",
+        "S = cast(S, tl.bfloat16, INTERPRET).to(tl.float32) * e[:, None] + ",
+        "long memory, weak beta",
+    ),
+    "Aq off by 1 %": ("recur", "dot(aq, R, OPERAND", "dot(1.01 * aq, R, OPERAND", "empty first, middle, last"),
+}
+
+
+def edited_kernel(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, old: str, new: str) -> None:
+    """Put an edited copy of kda/triton/<name>.py, a file because Triton reads sources, in the place of its kernel."""
+    from kda.triton import forward
+
+    source = inspect.getsource(importlib.import_module(f"kda.triton.{name}"))
+    assert source.count(old) == 1, f"the fault no longer fits the source: {old!r}"
+    path = folder / f"edited_{name}.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    monkeypatch.setattr(forward, f"{name}_kernel", getattr(module, f"{name}_kernel"))
+
+
+@pytest.mark.skipif(GPU, reason="planted in the interpreted kernels")
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_fault_in_a_kernel_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name, old, new, case = KERNEL_FAULTS[fault]
+    edited_kernel(monkeypatch, tmp_path, name, old, old)
+    test_oracle.test_named("triton", case, NAMED[case])
+    edited_kernel(monkeypatch, tmp_path, name, old, new)
+    with pytest.raises((AssertionError, Finding)):
+        test_oracle.test_named("triton", case, NAMED[case])
 
 
 @pytest.mark.parametrize("name", FAULTS)

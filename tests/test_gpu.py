@@ -106,8 +106,11 @@ def test_bad_offsets_stay_inside_the_tensors(impl: str, bounds: list[int]) -> No
     call = arguments(dataclasses.replace(MODEL, lengths=(300, 82)), "cuda")
     guard = torch.full((1, 382 + 256, *call["v"].shape[2:]), 7.0, device="cuda", dtype=call["v"].dtype)
     out = guard[:, 128 : 128 + 382]
-    kda.fwd(**dict(call, cu_seqlens=torch.tensor(bounds, device="cuda")), out=out, impl=impl)
+    states = torch.full((4, *call["initial_state"].shape[1:]), 7.0, device="cuda")
+    offsets = torch.tensor(bounds, device="cuda")
+    kda.fwd(**dict(call, cu_seqlens=offsets), out=out, final_state=states[1:-1], impl=impl)
     torch.cuda.synchronize()
+    assert (states[[0, -1]] == 7).all()
     assert (guard[:, :128] == 7).all()
     assert (guard[:, -128:] == 7).all()
 

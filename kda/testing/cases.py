@@ -311,6 +311,8 @@ NAMED: dict[str, Case] = {
     "K above V": Case(lengths=(70,), K=48, V=8),
     "V above K": Case(lengths=(70,), K=12, V=40),
     "odd channels": Case(lengths=(70,), K=33, V=17),
+    "more channels than 128": Case(lengths=(70,), K=130, V=200),
+    "as many channels as kernels take": Case(lengths=(40,), K=256, V=256, decay="slow"),
     "one channel": Case(lengths=(70,), K=1, V=1),
     "softplus gate": Case(lengths=(70, 20), gate="softplus"),
     "given gate": Case(lengths=(70, 20), gate="given"),
