@@ -88,6 +88,11 @@ def extent(x: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * x.element_size()
 
 
+def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    """Whether two extents have a byte in common."""
+    return a[0] < b[1] and b[0] < a[1] and a[0] < a[1] and b[0] < b[1]
+
+
 def _repeats_itself(x: Tensor) -> bool:
     """Whether two indices may share an element: an axis that does not step over all the smaller ones."""
     axes = _axes(x)
@@ -96,9 +101,9 @@ def _repeats_itself(x: Tensor) -> bool:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory. Exact for views side by side in rows of one tensor, else by range."""
-    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
-    if a_end <= b_start or b_end <= a_start or a_start == a_end or b_start == b_end:
+    if not _meet(extent(a), extent(b)):
         return False
+    a_start, b_start = a.data_ptr(), b.data_ptr()
     (a_axes, a_size), (b_axes, b_size) = (
         ([(stride * x.element_size(), n) for stride, n in _axes(x)], x.element_size()) for x in (a, b)
     )
@@ -120,7 +125,9 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
     return a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-def _require_writable(name: str, buffer: Tensor, readers: dict[str, Tensor]) -> None:
+def _require_writable(
+    name: str, buffer: Tensor, readers: dict[str, Tensor], extents: dict[str, tuple[int, int]]
+) -> None:
     """A buffer may be strided, but must not hold an element twice nor lie on a tensor that is still to be read."""
     if buffer.is_neg():
         raise ValueError(f"{name}: expected a plain buffer, got a negated view; pass the tensor it is a view of")
@@ -133,7 +140,7 @@ def _require_writable(name: str, buffer: Tensor, readers: dict[str, Tensor]) -> 
             f"{name}: expected a buffer with one element per index, got an expanded or overlapping view; clone() it"
         )
     for other, tensor in readers.items():
-        if _overlap(buffer, tensor):
+        if _meet(extents[name], extents[other]) and _overlap(buffer, tensor):
             raise ValueError(f"{name}: expected memory of its own, got some of {other}'s; pass a buffer elsewhere")
 
 
@@ -327,6 +334,8 @@ def forward(
     if out is not None:
         _require_shape("out", out, "[B, T, HV, V]", (B, T, HV, V))
         _require_dtype("out", out, q.dtype, "q's")
+    written = out is not None or final_state is not None
+    extents = {name: extent(x) for name, x in tensors.items()} if written else {}
     for name, buffer in (("out", out), ("final_state", final_state)):
         if buffer is None:
             continue
@@ -341,7 +350,7 @@ def forward(
                 readers.pop("initial_state")  # updating a state in place is a normal thing to do
             if out is not None:
                 readers["out"] = out
-        _require_writable(name, buffer, readers)
+        _require_writable(name, buffer, readers, extents)
     contents(q, g, kind, cu_seqlens)
 
     facts = Facts(
