@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from kda.environment import switched_on
 from kda.problem import Facts, Implementation, Missing
 
 log = logging.getLogger("kda")
@@ -131,12 +131,17 @@ def build(name: str, *, force: bool = False, verbose: bool = False) -> Path:
         forget()
 
 
+def _only_unbuilt(name: str, facts: Facts) -> bool:
+    """Whether a build is all that stands between an implementation and the call."""
+    return implementation(name).build is not None and _reasons(name, facts) == (_missing(name),)
+
+
 def _at_first_use(name: str, facts: Facts) -> tuple[str, ...]:
     """Every reason against an implementation asked for by name, built first if that alone is in the way."""
-    reasons, impl = _reasons(name, facts), implementation(name)
-    if not reasons or impl.build is None or impl.reasons(facts):
+    reasons = _reasons(name, facts)
+    if not _only_unbuilt(name, facts):
         return reasons
-    if os.environ.get("KDA_NO_JIT", "").lower() not in ("", "0", "false", "no", "off"):
+    if switched_on("KDA_NO_JIT"):
         return (*reasons, "KDA_NO_JIT is set: nothing is built at the first use.")
     try:
         build(name)
@@ -165,7 +170,7 @@ def choose(facts: Facts, impl: str = "auto") -> Implementation:
     reasons_of = _reasons if impl == "auto" else _at_first_use
     for name in candidates:
         against = reasons_of(name, facts)
-        if against and impl == "auto" and against == (_missing(name),) and implementation(name).build is not None:
+        if impl == "auto" and _only_unbuilt(name, facts):
             _warn_once(name, against[0])
         if not against:
             if log.isEnabledFor(logging.INFO):

@@ -7,19 +7,12 @@ operator of its own costs 10 us of host time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Keywords of `kda.fwd` in the operator's order.
-FLAGS = (
-    "output_final_state",
-    "use_qk_l2norm",
-    "use_beta_sigmoid",
-    "allow_neg_eigval",
-    "batch_invariant",
-    "impl",
-)
+from kda.problem import computed_in
 
 _LIBRARY = torch.library.Library("kda", "DEF")
 _LIBRARY.define(
@@ -29,53 +22,31 @@ _LIBRARY.define(
 )
 
 
+def _named(values: tuple[Any, ...]) -> dict[str, Any]:
+    """The operator's arguments under their names, which are those of `kda.fwd`."""
+    names = (argument.name for argument in torch.ops.kda.fwd.default._schema.arguments)
+    return dict(zip(names, values, strict=True))
+
+
 def implement(fwd: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
     """Make `fwd`, with the arguments of `kda.fwd`, what the operator runs."""
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        scale: float | None,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        lower_bound: float | None,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        *flags: object,
-    ) -> tuple[Tensor, Tensor]:
-        gate = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
-        rest = dict(zip(FLAGS, flags, strict=True), initial_state=initial_state, cu_seqlens=cu_seqlens)
-        o, state = fwd(q, k, v, g, beta, scale, **gate, **rest)
-        return o, q.new_empty(0) if state is None else state
+    def run(*values: Any) -> tuple[Tensor, Tensor]:
+        call = _named(values)
+        o, state = fwd(**call)
+        return o, call["q"].new_empty(0) if state is None else state
 
     _LIBRARY.impl("fwd", run, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("kda::fwd", lib=_LIBRARY)
-def _shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final_state: bool,
-    *flags: object,
-) -> tuple[Tensor, Tensor]:
+def _shapes(*values: Any) -> tuple[Tensor, Tensor]:
     """The results without their contents. What is wrong with a call is said when it runs."""
+    call = _named(values)
+    q, v, initial_state, cu_seqlens = (call[name] for name in ("q", "v", "initial_state", "cu_seqlens"))
     o = v.new_empty(v.shape)
-    if not output_final_state:
+    if not call["output_final_state"]:
         return o, q.new_empty(0)
     N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if initial_state is not None:
-        dtype = initial_state.dtype
-    return o, v.new_empty(N, v.shape[2], v.shape[3], k.shape[3], dtype=dtype)
+    dtype = computed_in(q.dtype) if initial_state is None else initial_state.dtype
+    return o, v.new_empty(N, v.shape[2], v.shape[3], q.shape[3], dtype=dtype)

@@ -48,17 +48,17 @@ class Plan:
 
     def problem(self, tensors: Tensors) -> Problem | None:
         """The problem of a call with the plan's signature; None if its addresses need a closer look."""
-        spans = []
+        spans = {}
         bits = 0
         for i, size, row in self.extents:
             start = tensors[i].data_ptr()  # type: ignore[union-attr]
             if row:
                 bits |= start
-            spans.append((i, start, start + size))
+            spans[i] = start, start + size
         if bits % VECTOR:
             return None
         for buffer in (_OUT, _FINAL):
-            if tensors[buffer] is not None and _meets(buffer, spans, tensors):
+            if buffer in spans and _meets(buffer, spans, tensors):
                 return None
         problem = object.__new__(Problem)  # as its constructor would, in a tenth of the time
         fields = problem.__dict__
@@ -74,13 +74,13 @@ class Plan:
         return problem
 
 
-def _meets(buffer: int, spans: list[tuple[int, int, int]], tensors: Tensors) -> bool:
+def _meets(buffer: int, spans: dict[int, tuple[int, int]], tensors: Tensors) -> bool:
     """Whether a buffer's span lies on another tensor's, but for a state that is updated in place."""
-    start, stop = next((a, b) for i, a, b in spans if i == buffer)
-    for i, other, end in spans:
-        if other < stop and start < end and i != buffer and start != stop and other != end:
-            in_place = buffer == _FINAL and i == _INITIAL and start == other
-            if not in_place or tensors[_INITIAL].stride() != tensors[_FINAL].stride():  # type: ignore[union-attr]
+    own = spans[buffer]
+    for i, other in spans.items():
+        if i != buffer and validate.meet(own, other):
+            in_place = buffer == _FINAL and i == _INITIAL
+            if not in_place or not validate.same(tensors[_INITIAL], tensors[_FINAL]):  # type: ignore[arg-type]
                 return True
     return False
 

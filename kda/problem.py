@@ -47,6 +47,11 @@ def aligned(x: Tensor, unit: int = VECTOR) -> bool:
     )
 
 
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """What PyTorch computes in, and keeps states in unless told otherwise, for inputs of a dtype: fp64 or fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class GateKind(enum.Enum):
     """Which activation turns the raw gate into a log decay; told by which arguments are given, never by a flag."""
 
@@ -153,7 +158,7 @@ class Problem:
     @property
     def compute_dtype(self) -> torch.dtype:
         """What the PyTorch implementations compute in: fp64 for fp64 inputs, else fp32."""
-        return torch.float64 if self.facts.dtype == torch.float64 else torch.float32
+        return computed_in(self.facts.dtype)
 
     def group(self) -> int:
         """Value heads that share one query/key head."""
@@ -165,6 +170,20 @@ class Problem:
         if self.initial_state is None:
             return self.q.new_zeros(facts.N, facts.HV, facts.K, facts.V, dtype=self.compute_dtype)
         return self.initial_state.to(self.compute_dtype).transpose(-1, -2)
+
+    def buffers(self, fresh: tuple[str, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """What a kernel writes o and the final state to: the caller's buffers, or new ones for the names in `fresh`.
+
+        The second is None where no final state is asked for.
+        """
+        facts, device = self.facts, self.q.device
+        out = None if "out" in fresh else self.out
+        final = None if "final_state" in fresh else self.final_state
+        if out is None:
+            out = torch.empty(facts.B, facts.T, facts.HV, facts.V, dtype=facts.dtype, device=device)
+        if final is None and facts.final_state:
+            final = torch.empty(facts.N, facts.HV, facts.V, facts.K, dtype=facts.state_dtype, device=device)
+        return out, final
 
     def output(self, o: Tensor, final_state: Tensor) -> Output:
         """What the call returns, from results of any dtype: rounded, and written to the caller's buffers if any."""

@@ -10,7 +10,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from kda.problem import Facts, GateKind, Layout, Problem, aligned, gate_kind
+from kda.environment import switched_on
+from kda.problem import Facts, GateKind, Layout, Problem, aligned, computed_in, gate_kind
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FLOAT_NAMES = "bfloat16, float16, float32 or float64"
@@ -62,7 +63,7 @@ def _require_real(name: str, value: object) -> float:
 
 def _require_range(name: str, value: float, q: Tensor) -> None:
     """Finite, also in the precision that the call is computed in."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = computed_in(q.dtype)
     if not abs(value) <= torch.finfo(dtype).max:
         raise ValueError(f"{name}: expected a finite number within {_name(dtype)}, got {value}")
 
@@ -88,7 +89,7 @@ def extent(x: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * x.element_size()
 
 
-def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+def meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
     """Whether two extents have a byte in common."""
     return a[0] < b[1] and b[0] < a[1] and a[0] < a[1] and b[0] < b[1]
 
@@ -100,9 +101,7 @@ def _repeats_itself(x: Tensor) -> bool:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share memory. Exact for views side by side in rows of one tensor, else by range."""
-    if not _meet(extent(a), extent(b)):
-        return False
+    """Whether two tensors whose extents meet may share memory. Exact for views side by side in rows of one tensor."""
     a_start, b_start = a.data_ptr(), b.data_ptr()
     (a_axes, a_size), (b_axes, b_size) = (
         ([(stride * x.element_size(), n) for stride, n in _axes(x)], x.element_size()) for x in (a, b)
@@ -120,7 +119,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def _same(a: Tensor | None, b: Tensor) -> bool:
+def same(a: Tensor | None, b: Tensor) -> bool:
     """Whether two tensors are the same elements in the same order."""
     return a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
@@ -140,7 +139,7 @@ def _require_writable(
             f"{name}: expected a buffer with one element per index, got an expanded or overlapping view; clone() it"
         )
     for other, tensor in readers.items():
-        if _meet(extents[name], extents[other]) and _overlap(buffer, tensor):
+        if meet(extents[name], extents[other]) and _overlap(buffer, tensor):
             raise ValueError(f"{name}: expected memory of its own, got some of {other}'s; pass a buffer elsewhere")
 
 
@@ -170,13 +169,9 @@ def _cu_seqlens(value: Tensor, q: Tensor) -> None:
         )
 
 
-def _checking() -> bool:
-    return os.environ.get("KDA_CHECK", "").lower() not in ("", "0", "false", "no", "off")
-
-
 def contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -> None:
     """What only the contents can tell: free on a CPU, a synchronisation elsewhere (done under KDA_CHECK=1 alone)."""
-    checking = _checking()
+    checking = switched_on("KDA_CHECK")
     if checking and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "KDA_CHECK: expected no CUDA graph capture while it is set, got one; it reads tensors on the host. "
@@ -314,7 +309,7 @@ def forward(
     N = layout.sequences
 
     # States and buffers.
-    state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    state_dtype = computed_in(q.dtype)
     allowed = (torch.float32, torch.bfloat16) + ((torch.float64,) if q.dtype == torch.float64 else ())
     for name, state in (("initial_state", initial_state), ("final_state", final_state)):
         if state is None:
@@ -346,7 +341,7 @@ def forward(
             )
         readers = dict(inputs)
         if name == "final_state":
-            if initial_state is not None and _same(final_state, initial_state):
+            if initial_state is not None and same(final_state, initial_state):
                 readers.pop("initial_state")  # updating a state in place is a normal thing to do
             if out is not None:
                 readers["out"] = out

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kda import dispatch
-from kda.testing.cases import Case, within_hopper
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -39,8 +38,3 @@ def device(impl: str) -> str:
 
 def interpreted(impl: str) -> bool:
     return impl in KERNELS and not GPU
-
-
-def fitted(case: Case, impl: str) -> Case:
-    """The case as `impl` can take it: `cuda` has its own channels, dtype and gate."""
-    return within_hopper(case) if impl == "cuda" else case

@@ -21,7 +21,7 @@ from kda.testing.cases import Case, arguments, within_hopper
 from kda.testing.judge import check
 
 gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-on_gpu = pytest.mark.parametrize("impl", [parameter("cuda")]) if HOPPER else pytest.mark.parametrize("impl", ["cuda"])
+on_gpu = pytest.mark.parametrize("impl", [parameter("cuda")])
 
 MODEL = within_hopper(Case(lengths=(130, 0, 65, 17), H=2))
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from targets import device, fitted, implementations, kernels
+from targets import device, implementations, kernels
 
 import kda
 from kda.gate import log_decay
 from kda.numerics import exponent_margin
 from kda.problem import GateKind, gate_kind
-from kda.testing.cases import Case, arguments
+from kda.testing.cases import Case, arguments, fitted
 from kda.testing.judge import check, facts_of
 from kda.triton.config import ANCHORED_MARGIN, ANCHORED_ROWS, anchored_rows
 

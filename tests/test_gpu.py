@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from targets import GPU, KERNELS, fitted, kernels
+from targets import GPU, KERNELS, kernels
 from torch import Tensor
 
 import kda
-from kda.testing.cases import Case, arguments
+from kda.testing.cases import Case, arguments, fitted
 from kda.triton.config import TABLE, architecture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]

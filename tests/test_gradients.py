@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from targets import PYTORCH, device, fitted, kernels
+from targets import PYTORCH, device, kernels
 
 import kda
-from kda.testing.cases import Case, arguments, in_fp64
+from kda.testing.cases import Case, arguments, fitted, in_fp64
 
 CASES = {
     "bounded": Case(lengths=(5, 0, 3), padding=2, H=1, group=2, K=3, V=2, dtype="float64"),

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from targets import device, fitted, implementations, interpreted, kernels
+from targets import device, implementations, interpreted, kernels
 from torch import Tensor
 
 import kda
 from kda import Output
 from kda.numerics import CHUNK
-from kda.testing.cases import Case, arguments
+from kda.testing.cases import Case, arguments, fitted
 
 #: Batched products of PyTorch may round by the number of matrices, so `chunked` keeps these laws to its own precision.
 ROUNDS_BY_BATCH = ("chunked",)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, seed, settings
-from targets import GPU, PYTORCH, fitted, implementations, interpreted, kernels
+from targets import GPU, PYTORCH, implementations, interpreted, kernels
 
-from kda.testing.cases import FAMILIES, NAMED, Case, named
+from kda.testing.cases import FAMILIES, NAMED, Case, fitted, named
 from kda.testing.judge import check, judge
 from kda.testing.strategies import CHANNELS, cases
 

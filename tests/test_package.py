@@ -135,6 +135,7 @@ def test_without_triton():
 
 #: numerics <- problem <- {validate, gate, dispatch, ops} <- plan <- api
 FRAME = {
+    "kda.environment": 0,
     "kda.numerics": 0,
     "kda.problem": 1,
     "kda.validate": 2,

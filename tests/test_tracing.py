@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from targets import device, fitted, implementations
+from targets import device, implementations
 from torch import Tensor
 
 import kda
-from kda.testing.cases import Case, arguments
+from kda.testing.cases import Case, arguments, fitted
 
 
-def graphs(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[int]]:
+def graphs(**options: Any) -> tuple[Any, list[int]]:
     """`kda.fwd` compiled in one graph, and a list that grows with every graph."""
     made: list[int] = []
 
@@ -26,8 +26,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[i
 
 
 @pytest.mark.parametrize("impl", implementations())
-def test_one_graph_for_all_lengths(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, made = graphs(monkeypatch, dynamic=True)
+def test_one_graph_for_all_lengths(impl: str) -> None:
+    compiled, made = graphs(dynamic=True)
     for length in (65, 70, 33):
         call = arguments(fitted(Case(lengths=(length, 3)), impl), device(impl))
         traced, plain = compiled(**call, impl=impl), kda.fwd(**call, impl=impl)
@@ -36,8 +36,8 @@ def test_one_graph_for_all_lengths(impl: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(made) == 1
 
 
-def test_buffers_are_filled_and_absent_states_stay_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, _ = graphs(monkeypatch)
+def test_buffers_are_filled_and_absent_states_stay_absent() -> None:
+    compiled, _ = graphs()
     call = arguments(Case(lengths=(20, 3)))
     plain = kda.fwd(**call)
     out, final = torch.empty_like(call["v"]), torch.empty_like(call["initial_state"])
@@ -48,14 +48,14 @@ def test_buffers_are_filled_and_absent_states_stay_absent(monkeypatch: pytest.Mo
     assert compiled(**call)[1] is None
 
 
-def test_a_wrong_call_says_so_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, _ = graphs(monkeypatch)
+def test_a_wrong_call_says_so_when_it_runs() -> None:
+    compiled, _ = graphs()
     call = arguments(Case(lengths=(20, 3)))
     with pytest.raises(ValueError, match="lower_bound"):
         compiled(**dict(call, lower_bound=1.0))
 
 
-def test_inputs_that_require_grad_are_not_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_require_grad_are_not_detached() -> None:
     """The operator has no backward, so such a call goes past it."""
     call = arguments(Case(lengths=(20,), packed=False, dtype="float32"))
     call["q"].requires_grad_()

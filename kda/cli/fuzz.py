@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kda import dispatch
-from kda.testing.cases import DTYPES, Case, within_hopper
+from kda.testing.cases import DTYPES, Case, fitted, within_hopper
 from kda.testing.judge import Finding, check, device_of, reasons, reproducer
 from kda.testing.strategies import CHANNELS, cases
 
@@ -47,8 +47,8 @@ def _strategy(impl: str, device: str) -> st.SearchStrategy[Case]:
     return cases(dtypes)
 
 
-def _small(impl: str | None) -> Case:
-    return within_hopper(Case(lengths=(3,))) if impl == "cuda" else Case(lengths=(3,))
+def _small(impl: str) -> Case:
+    return fitted(Case(lengths=(3,)), impl)
 
 
 def targets(impl: str | None) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kda.cuda import library
-from kda.cuda.params import DTYPES, FwdParams
+from kda.cuda.params import DTYPES, TENSORS, FwdParams
 from kda.problem import Output, Problem
 
 
@@ -43,40 +43,18 @@ def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> FwdParam
     return p
 
 
-def _copied(problem: Problem, tensors: dict[str, Tensor | None]) -> None:
-    """Replace what cannot be addressed: inputs by copies, buffers by nothing."""
-    for name in problem.facts.unaligned:
-        x = tensors[name]
-        buffer = name in ("out", "final_state") or x is None
-        tensors[name] = None if buffer else x.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
-
-
 def fwd(problem: Problem) -> Output:
     """`kda.fwd` in one launch. Memory beyond inputs and outputs: none, but for tensors that must be copied first."""
     facts = problem.facts
-    tensors: dict[str, Tensor | None] = {
-        "q": problem.q,
-        "k": problem.k,
-        "v": problem.v,
-        "g": problem.g,
-        "beta": problem.beta,
-        "out": problem.out,
-        "A_log": problem.A_log,
-        "dt_bias": problem.dt_bias,
-        "initial_state": problem.initial_state,
-        "final_state": problem.final_state,
-        "cu_seqlens": problem.layout.cu_seqlens,
-    }
-    if facts.unaligned:
-        _copied(problem, tensors)
-    device, HV, N = problem.q.device, facts.HV, facts.N
-    out, final = tensors["out"], tensors["final_state"]
-    if out is None:
-        out = tensors["out"] = torch.empty(facts.B, facts.T, HV, facts.V, dtype=facts.dtype, device=device)
-    if final is None and facts.final_state:
-        final = torch.empty(N, HV, facts.V, facts.K, dtype=facts.state_dtype, device=device)
-        tensors["final_state"] = final
-    if N * HV == 0:
+    tensors: dict[str, Tensor | None] = {name: getattr(problem, name, None) for name in TENSORS}
+    tensors["cu_seqlens"] = problem.layout.cu_seqlens
+    for name in facts.unaligned:
+        if name not in ("out", "final_state"):
+            tensors[name] = tensors[name].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+    out, final = problem.buffers(fresh=facts.unaligned)
+    tensors["out"], tensors["final_state"] = out, final
+    device = problem.q.device
+    if facts.N * facts.HV == 0:
         out.zero_()
 
     known = problem.memo.get("cuda")

@@ -9,7 +9,8 @@ import torch
 #: enum kda_dtype; 0 is "none".
 DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 4}
 
-_TENSORS = ("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens")
+#: The tensors, in the structure's order.
+TENSORS = ("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens")
 _STRIDES = ("q", "k", "v", "g", "beta", "out", "initial", "final")
 
 
@@ -17,7 +18,7 @@ class FwdParams(Structure):
     """struct kda_fwd_params."""
 
     _fields_ = [
-        *((name, c_void_p) for name in _TENSORS),
+        *((name, c_void_p) for name in TENSORS),
         *((f"{name}_stride", c_int64 * 3) for name in _STRIDES),
         ("A_log_stride", c_int64),
         ("dt_bias_stride", c_int64 * 2),

@@ -10,7 +10,7 @@ from torch import Tensor, einsum
 
 from kda.gate import activate_beta, l2norm, problem_log_decay
 from kda.numerics import Rounding
-from kda.problem import Facts, Implementation, Output, Problem
+from kda.problem import Facts, Implementation, Output, Problem, computed_in
 
 
 class Step(NamedTuple):
@@ -74,7 +74,7 @@ def _reasons(facts: Facts) -> list[str]:
 
 
 def _rounding(facts: Facts) -> Rounding:
-    dtype = torch.float64 if facts.dtype == torch.float64 else torch.float32
+    dtype = computed_in(facts.dtype)
     return Rounding.uniform(dtype, output=facts.dtype, stored_state=facts.state_dtype, chunk=1)
 
 

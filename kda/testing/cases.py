@@ -359,6 +359,11 @@ def within_hopper(case: Case) -> Case:
     return replace(case, K=128, V=128, dtype="bfloat16", gate="bounded", lower_bound=bound)
 
 
+def fitted(case: Case, impl: str) -> Case:
+    """The case as `impl` can take it: `cuda` has its own channels, dtype and gate."""
+    return within_hopper(case) if impl == "cuda" else case
+
+
 def named(dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")) -> Iterator[tuple[str, Case]]:
     """The named cases in each of `dtypes`; one that pins its own dtype or does not fit a dtype's range stands once."""
     for name, case in NAMED.items():

@@ -41,10 +41,7 @@ def fwd(problem: Problem) -> Output:
     cu_seqlens = problem.layout.cu_seqlens
     slots = T // C + N if facts.varlen else B * triton.cdiv(T, C)
 
-    out = problem.out if problem.out is not None else torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
-    final = problem.final_state
-    if final is None and facts.final_state:
-        final = torch.empty(N, HV, V, K, dtype=facts.state_dtype, device=q.device)
+    out, final = problem.buffers()
     if N * HV == 0:
         return Output(out.zero_(), final)
 

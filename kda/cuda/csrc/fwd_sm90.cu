@@ -89,12 +89,6 @@ cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
   return cudaSuccess;
 }
 
-}  // namespace
-}  // namespace kda::sm90
-
-namespace kda::sm90 {
-namespace {
-
 cudaError_t launch(const kda_fwd_params* p, void* stream) {
   const int64_t tasks = p->N * p->HV;
   if (tasks == 0) return cudaSuccess;

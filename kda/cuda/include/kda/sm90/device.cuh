@@ -7,6 +7,7 @@
 #include "cute/arch/copy_sm75.hpp"
 #include "cute/arch/copy_sm90.hpp"
 #include "cute/arch/mma_sm80.hpp"
+#include "cute/arch/mma_sm90_gmma.hpp"
 #include "cutlass/arch/barrier.h"
 
 namespace kda::sm90 {
@@ -73,9 +74,9 @@ struct Split {
   }
 };
 
-/// d += a b for one 16 x 8 x 8 product in tf32 with two terms: 21 bits. With the eight k in the order 0, 2, 4, 6, 1, 3, 5, 7 a lane holds of a rows
-/// g = lane / 4 and g + 8, k = 2 t and 2 t + 1 for t = lane % 4, and of b the same k of column g: the two that are
-/// neighbours in d as well.
+/// d += a b for one 16 x 8 x 8 product in tf32 with two terms: 21 bits. With the eight k in the order 0, 2, 4, 6, 1, 3, 5,
+/// 7 a lane holds of a rows g = lane / 4 and g + 8, k = 2 t and 2 t + 1 for t = lane % 4, and of b the same k of column g:
+/// the two that are neighbours in d as well.
 __device__ __forceinline__ void mma_tf32x2(float (&d)[4], float a_g0, float a_h0, float a_g1, float a_h1, float2 b) {
   using Product = cute::SM80_16x8x8_F32TF32TF32F32_TN;
   const Split a[4] = {Split(a_g0), Split(a_h0), Split(a_g1), Split(a_h1)}, b0(b.x), b1(b.y);
@@ -85,6 +86,13 @@ __device__ __forceinline__ void mma_tf32x2(float (&d)[4], float a_g0, float a_h0
                d[3]);
   Product::fma(d[0], d[1], d[2], d[3], a[0].large, a[1].large, a[2].large, a[3].large, b0.large, b1.large, d[0], d[1], d[2],
                d[3]);
+}
+
+/// Keeps the compiler from moving registers across a wgmma.
+template <int N>
+__device__ __forceinline__ void hold(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(x[i]);
 }
 
 /// Everything this thread wrote to shared memory is seen by wgmma and bulk copies that come after the next barrier.

@@ -91,17 +91,17 @@ __device__ __forceinline__ void score(Stage& stage, float (&d)[16]) {
   using Product = MMA_64x32x16_F32BF16BF16_SS<Major::K, Major::K>;
   const uint64_t kq = descriptor(stage.half[0].k, LayoutType::B128, 1024);
   const uint64_t ki = descriptor(stage.half[0].g, LayoutType::B128, 1024);
-  for (float& x : d) cute::warpgroup_fence_operand(x);
+  hold(d);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    Product::fma(operator_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32), operator_at(ki, i / 4 * HALF_STRIDE + i % 4 * 32),
+    Product::fma(operand_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32), operand_at(ki, i / 4 * HALF_STRIDE + i % 4 * 32),
                  d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15],
                  i == 0 ? ScaleOut::Zero : ScaleOut::One);
   }
   cute::warpgroup_commit_batch();
   cute::warpgroup_wait<0>();
-  for (float& x : d) cute::warpgroup_fence_operand(x);
+  hold(d);
 }
 
 /// L transposed, in fp32, from 16 rows of Kd Ki^T. Element d[4 n + 2 r + e] is row 8 r + lane / 4 of the warp's 16 and

@@ -97,12 +97,6 @@ __device__ __forceinline__ void add_to_state(State& s, const uint32_t (&a)[4], u
       s[62], s[63]);
 }
 
-template <int N>
-__device__ __forceinline__ void hold(float (&x)[N]) {  // keeps the compiler from moving registers across a wgmma
-#pragma unroll
-  for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(x[i]);
-}
-
 /// The role of a consumer warpgroup: columns 64 `group` .. of V, every chunk of this CTA.
 __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int group) {
   using namespace cute::SM90::GMMA;
@@ -150,18 +144,18 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
         }
       }
       const uint64_t kd = descriptor(stage.half[0].k, LayoutType::B128, 1024);
-      const uint64_t qd = operator_at(kd, HALF_BYTES);
+      const uint64_t qd = operand_at(kd, HALF_BYTES);
       const uint64_t ak = descriptor(stage.half[0].g, LayoutType::B128, 1024, HALF_STRIDE);
       const uint64_t aq = descriptor(stage.aq, LayoutType::B64, 512);
 
       hold(residual), hold(o);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) product<Subtract>(residual, a[i], operator_at(kd, i / 4 * HALF_STRIDE + i % 4 * 32));
+      for (int i = 0; i < 8; ++i) product<Subtract>(residual, a[i], operand_at(kd, i / 4 * HALF_STRIDE + i % 4 * 32));
       cute::warpgroup_commit_batch();
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        product<Add>(o, a[i], operator_at(qd, i / 4 * HALF_STRIDE + i % 4 * 32), i == 0 ? ScaleOut::Zero : ScaleOut::One);
+        product<Add>(o, a[i], operand_at(qd, i / 4 * HALF_STRIDE + i % 4 * 32), i == 0 ? ScaleOut::Zero : ScaleOut::One);
       }
       cute::warpgroup_commit_batch();
       cute::warpgroup_wait<1>();
@@ -180,10 +174,10 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       hold(state);
       cute::warpgroup_arrive();
       add_to_state(state, r[0], ak);
-      add_to_state(state, r[1], operator_at(ak, 16 * 128));
+      add_to_state(state, r[1], operand_at(ak, 16 * 128));
       cute::warpgroup_commit_batch();
       product<Add>(o, r[0], aq);
-      product<Add>(o, r[1], operator_at(aq, 32));
+      product<Add>(o, r[1], operand_at(aq, 32));
       cute::warpgroup_commit_batch();
       const int buffer = ring.chunk % 2;
       s.o_empty[buffer].wait(((ring.chunk / 2) & 1) ^ 1);

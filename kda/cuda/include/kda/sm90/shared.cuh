@@ -19,16 +19,14 @@ namespace kda::sm90 {
 
 constexpr int TOKENS = SM90_TOKENS;      // of a chunk
 constexpr int CHANNELS = SM90_CHANNELS;  // K and V
-constexpr int HALF = 64;       // channels in one half of a tile
+constexpr int CARRIED = SM90_CARRIED;    // the state is held times 2^-CARRIED, see prepare.cuh
+constexpr int HALF = 64;                 // channels in one half of a tile
 constexpr int HALF_BYTES = TOKENS * HALF * 2;
 constexpr int STAGES = 4;
-constexpr int GROUPS = 2;           // of producers, and of consumers
-constexpr int CARRIED = SM90_CARRIED;  // the state is held times 2^-CARRIED, see prepare.cuh
-constexpr int LOWER_PITCH = 36;     // floats: the 32 elements of a fragment's register meet no bank twice
-
-constexpr int SOLVED_PITCH = 20;    // floats: columns of 16-row blocks of the inverse, stored by one lane each
-
-constexpr int MOST_SORTED = 256;    // sequences that are ordered by length: every CTA compares each with all
+constexpr int GROUPS = 2;         // of producers, and of consumers
+constexpr int LOWER_PITCH = 36;   // floats: the 32 elements of a fragment's register meet no bank twice
+constexpr int SOLVED_PITCH = 20;  // floats: columns of 16-row blocks of the inverse, stored by one lane each
+constexpr int MOST_SORTED = 256;  // sequences that are ordered by length: every CTA compares each with all
 
 using Barrier = cutlass::arch::ClusterBarrier;
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -85,7 +83,7 @@ __device__ __forceinline__ uint64_t descriptor(const void* tile, cute::SM90::GMM
 }
 
 /// A descriptor advanced by `bytes`.
-__device__ __forceinline__ uint64_t operator_at(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
+__device__ __forceinline__ uint64_t operand_at(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 /// Position in the ring of stages: which stage a chunk uses, and how often it was used before.
 struct Ring {
