@@ -43,7 +43,7 @@ def test_commands_exist() -> None:
 def test_environment_variables_are_told() -> None:
     root = Path(__file__).parent.parent
     sources = [path.read_text() for path in (*root.glob("kda/**/*.py"), root / "setup.py")]
-    names = {name for text in sources for name in re.findall(r"(?:environ\.get\(|_set\()\"(\w+)\"", text)}
+    names = {name for text in sources for name in re.findall(r"(?:environ\.get\(|_set\(|switched_on\()\"(\w+)\"", text)}
     assert {"KDA_CACHE", "CUDA_HOME", "KDA_NO_JIT", "KDA_CHECK", "KDA_WITH_BINARY"} <= names
     told = re.findall(r"[`$](\w+)", README)
     assert sorted(names - {*told, "TRITON_INTERPRET"}) == []  # that one is Triton's
