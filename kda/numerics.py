@@ -35,6 +35,8 @@ EXPONENT_BITS = 253.0
 SM90_TOKENS = 32
 SM90_CHANNELS = 128
 SM90_CARRIED = 40
+#: And the power of two that its operands in fp16 are held above theirs, out of the reach of fp16's smallest numbers.
+SM90_FP16_BITS = 12
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -17,7 +17,7 @@ import kda
 from kda import api
 from kda.cuda.params import FwdParams
 from kda.problem import aligned
-from kda.testing.cases import Case, arguments, within_hopper
+from kda.testing.cases import Case, arguments, in_fp64, within_hopper
 from kda.testing.judge import check
 
 gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -64,6 +64,20 @@ def test_parameters_of_another_dtype(impl: str, dtype: torch.dtype) -> None:
     a, b = kda.fwd(**rounded, impl=impl), kda.fwd(**exact, impl=impl)
     assert torch.equal(a.o, b.o)
     assert torch.equal(a.final_state, b.final_state)  # type: ignore[arg-type]
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("weight", [3.0, 2.0, 1e-7])
+def test_weights_that_no_sigmoid_gives(impl: str, weight: float) -> None:
+    """Given weights are of any size, also beyond the format that holds those of a sigmoid."""
+    case = within_hopper(Case(lengths=(64,), keys="close", decay="slow", use_beta_sigmoid=False, initial_state=False))
+    call = arguments(case, "cuda")
+    call["beta"] = torch.full_like(call["beta"], weight)
+    exact = kda.fwd(**in_fp64(call), impl="recurrent")
+    for actual, expected in zip(kda.fwd(**call, impl=impl), exact, strict=True):
+        error = (actual.cpu().double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert error < 2e-2
 
 
 @gpu

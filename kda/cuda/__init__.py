@@ -10,7 +10,15 @@ from pathlib import Path
 
 import torch
 
-from kda.numerics import SM90_CARRIED, SM90_CHANNELS, SM90_TOKENS, Rounding, exponent_margin, unit_roundoff
+from kda.numerics import (
+    SM90_CARRIED,
+    SM90_CHANNELS,
+    SM90_FP16_BITS,
+    SM90_TOKENS,
+    Rounding,
+    exponent_margin,
+    unit_roundoff,
+)
 from kda.problem import Facts, GateKind, Implementation, Output, Problem
 
 #: Bits of exponent that the operands of a chunk need beside the gate's.
@@ -61,14 +69,16 @@ def _reasons(facts: Facts) -> list[str]:
 
 def _rounding(facts: Facts) -> Rounding:
     bf16 = unit_roundoff(torch.bfloat16)
+    fp16 = facts.use_qk_l2norm and facts.use_beta_sigmoid  # of the inverse, the scores and Kr: see prepare.cuh
     return Rounding(
         operand=bf16,
-        inverse=bf16,
+        inverse=unit_roundoff(torch.float16) if fp16 else bf16,
         gate=2.0**-21,  # exp2 and the reciprocal of the device, and a sum of 32 log decays in fp32
         state=unit_roundoff(torch.float32),
         output=unit_roundoff(facts.dtype),
         stored_state=unit_roundoff(facts.state_dtype),
         chunk=SM90_TOKENS,
+        lost=2.0 ** (-25 - SM90_FP16_BITS) if fp16 else 0.0,
         flushed=float(torch.finfo(torch.float32).tiny) * 2.0**SM90_CARRIED,
     )
 

@@ -1,7 +1,8 @@
 // The fused forward kernel for Hopper and its launch.
 //
 // One persistent CTA per multiprocessor takes (sequence, value head) tasks. 640 threads: two consumer warpgroups hold
-// the state, two producer warpgroups prepare chunks in turn, one warpgroup of single-warp roles moves the tiles.
+// the state, two producer warpgroups prepare chunks in turn, and the warps of a fifth bring tiles in, look at rows, and
+// invert triangles.
 #include <atomic>
 #include <cmath>
 
@@ -10,6 +11,8 @@
 
 #include "cutlass/arch/reg_reconfig.h"
 #include "kda/sm90/copy.cuh"
+#include "kda/sm90/deal.cuh"
+#include "kda/sm90/inverse.cuh"
 #include "kda/sm90/prepare.cuh"
 #include "kda/sm90/recur.cuh"
 
@@ -18,33 +21,41 @@ namespace {
 
 constexpr int THREADS = 640;
 
+/// FP16: for normalised keys and queries and weights of a sigmoid, see prepare.cuh.
+template <bool FP16>
 __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(s.inverse) / 16); i += THREADS) {
+    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal it stays so
+  }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) s.raw[i].init(1), s.ready[i].init(2), s.full[i].init(4), s.empty[i].init(8);
-    for (int i = 0; i < 2; ++i) s.o_full[i].init(8), s.o_empty[i].init(1);
+    for (int i = 0; i < STAGES; ++i) {
+      s.raw_gate[i].init(1), s.raw[i].init(1), s.ready[i].init(2);
+      s.full[i].init(4), s.read[i].init(8), s.empty[i].init(8);
+    }
+    for (int i = 0; i < GROUPS; ++i) s.lower_full[i].init(2), s.inverse_full[i].init(1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  if (args.sorted) sort_sequences(args.p, reinterpret_cast<int*>(s.o), s.order);
+  deal(args, s);
 
   if (group < 2) {
     cutlass::arch::warpgroup_reg_alloc<160>();
     recur(args, s, group);
   } else if (group < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<64>();
-    prepare(args, s, group - 2);
+    cutlass::arch::warpgroup_reg_dealloc<56>();
+    prepare<FP16>(args, s, group - 2);
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<32>();
+    cutlass::arch::warpgroup_reg_dealloc<48>();
     if (warp == 16) {
-      if (cute::elect_one_sync()) copy_in(args, s);
+      copy_in(args, s);
+      clear_padding(args.p);
     } else if (warp < 19) {
       look_at_rows(args, s, warp == 18);
     } else {
-      clear_padding(args.p);
-      copy_out(args, s);
+      invert_chunks<FP16>(args, s);
     }
   }
 }
@@ -75,7 +86,9 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&strid
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/// Multiprocessors of the current device, after the kernel was allowed its shared memory there.
+const void* const KERNELS[2] = {reinterpret_cast<const void*>(fwd_kernel<false>), reinterpret_cast<const void*>(fwd_kernel<true>)};
+
+/// Multiprocessors of the current device, after the kernels were allowed its shared memory there.
 cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
   static std::atomic<int> known[64];
   int device;
@@ -84,7 +97,9 @@ cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
   multiprocessors = remembered ? known[device].load() : 0;
   if (multiprocessors > 0) return cudaSuccess;
   if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
-  if (cudaError_t error = cudaFuncSetAttribute(fwd_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) return error;
+  for (const void* kernel : {KERNELS[0], KERNELS[1]}) {
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) return error;
+  }
   if (remembered) known[device].store(multiprocessors);
   return cudaSuccess;
 }
@@ -110,7 +125,7 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   args.tasks = static_cast<int>(tasks);
   args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && tasks > grid;
   void* arguments[] = {&args};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(fwd_kernel), dim3(grid), dim3(THREADS), arguments, shared_bytes,
+  return cudaLaunchKernel(KERNELS[p->use_qk_l2norm && p->use_beta_sigmoid], dim3(grid), dim3(THREADS), arguments, shared_bytes,
                           static_cast<cudaStream_t>(stream));
 }
 

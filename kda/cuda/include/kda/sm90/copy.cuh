@@ -1,4 +1,4 @@
-// The roles of single warps: bring tiles in, look at rows, take results out.
+// The roles of single warps: bring tiles in, look at rows.
 #pragma once
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "kda/numerics.h"
@@ -8,77 +8,118 @@
 
 namespace kda::sm90 {
 
-/// One lane: q, k, v, g of every chunk into the ring.
+/// One warp: the initial state of every task, then q, k, v, g of its chunks into the ring.
 __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
   using Hint = cute::TMA::CacheHintSm90;
-  const auto read_once = Hint::EVICT_FIRST, shared_by_group = a.p.H == a.p.HV ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL;
+  const kda_fwd_params& p = a.p;
+  const auto read_once = Hint::EVICT_FIRST, shared_by_group = p.H == p.HV ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL;
+  const int lane = threadIdx.x % 32, size = p.state_dtype == KDA_BF16 ? 2 : 4;
   Ring ring;
+  uint32_t states = 0;  // bit i: stage i held a state last
   for_tasks(a, s, [&](const Task& task) {
+    const int places = places_of_state(p, task);
+#pragma unroll 1
+    for (int place = 0; place < places; ++place, ++ring.chunk) {
+      const uint32_t use = ring.use();
+      TransactionBarrier &raw_gate = s.raw_gate[ring.stage()], &raw = s.raw[ring.stage()];
+      states |= 1u << ring.stage();
+      s.full[ring.stage()].wait(use ^ 1), s.read[ring.stage()].wait(use ^ 1), s.empty[ring.stage()].wait(use ^ 1);
+      if (lane == 0) raw_gate.arrive(), raw.arrive_and_expect_tx(HALF * CHANNELS * size);
+      __syncwarp();
+      const int64_t at = task.sequence * p.initial_stride[0] + task.value_head * p.initial_stride[1];
+#pragma unroll 1
+      for (int row = lane; row < HALF; row += 32) {
+        const char* from = static_cast<const char*>(p.initial_state) + (at + (place * HALF + row) * p.initial_stride[2]) * size;
+        char* to = reinterpret_cast<char*>(s.stage[ring.stage()].half) + row * STATE_PITCH * size;
+        cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&raw), to, CHANNELS * size);
+      }
+    }
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {
       Stage& stage = s.stage[ring.stage()];
-      TransactionBarrier& raw = s.raw[ring.stage()];
-      s.empty[ring.stage()].wait(ring.use() ^ 1);
-      raw.arrive_and_expect_tx(8 * HALF_BYTES);
-      auto* mbarrier = reinterpret_cast<uint64_t*>(&raw);
+      const uint32_t use = ring.use();
       const int t = task.start + c * TOKENS;
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        const int channel = half * HALF;
-        auto load = [&](const CUtensorMap& map, void* to, int head, Hint hint) {
-          cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier, static_cast<uint64_t>(hint), to, channel, head, t, task.row);
-        };
-        load(a.g, stage.half[half].g, task.value_head, read_once);
-        load(a.k, stage.half[half].k, task.head, shared_by_group);
-        load(a.q, stage.half[half].q, task.head, shared_by_group);
-        load(a.v, stage.half[half].v, task.value_head, read_once);
+      auto load = [&](const CUtensorMap& map, TransactionBarrier& full, void* to, int half, int head, Hint hint) {
+        cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), static_cast<uint64_t>(hint), to, half * HALF,
+                                     head, t, task.row);
+      };
+      TransactionBarrier &raw_gate = s.raw_gate[ring.stage()], &raw = s.raw[ring.stage()];
+      s.full[ring.stage()].wait(use ^ 1);  // then its Kr is done with
+      if (states >> ring.stage() & 1) s.read[ring.stage()].wait(use ^ 1), states ^= 1u << ring.stage();
+      if (lane == 0) {
+        raw_gate.arrive_and_expect_tx(2 * HALF_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) load(a.g, raw_gate, stage.gate(use, half), half, task.value_head, read_once);
       }
+      s.read[ring.stage()].wait(use ^ 1);
+      if (lane == 0) {
+        raw.arrive_and_expect_tx(6 * HALF_BYTES);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+          load(a.k, raw, stage.half[half].k, half, task.head, shared_by_group);
+          load(a.q, raw, stage.half[half].q, half, task.head, shared_by_group);
+          load(a.v, raw, stage.half[half].v, half, task.value_head, read_once);
+        }
+      }
+      __syncwarp();
     }
   });
 }
 
-/// 1 / norm of the 32 rows of a tile, through the diagonal of X X^T; `store(row, value)` is called once for each.
-template <class Store>
-__device__ __forceinline__ void inverse_norms(const Half& first, const Half& second, int lane, Store store) {
+/// 1 / norm of this lane's row of a tile. Not by the tensor cores, though it takes more instructions: these come when the
+/// consumers keep the tensor cores busy, and wait for them.
+__device__ __forceinline__ float inverse_norm(const Half& first, int lane) {
+  float sum[4] = {};
+#pragma unroll 4
+  for (int i = 0; i < 16; ++i) {
+    const uint4 x = *reinterpret_cast<const uint4*>(first + i / 8 * HALF_STRIDE + swizzled(lane, i % 8));
+    const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-  for (int block = 0; block < 2; ++block) {
-    float d[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t x[4];
-      load_matrices(x, (i < 4 ? first : second) + swizzled(16 * block + lane % 16, i % 4 * 2 + lane / 16));
-      mma(d[0], x, x[0], x[2]);  // rows against the first 8 of them
-      mma(d[1], x, x[1], x[3]);  // and against the last 8
-    }
-    const int row = lane / 4;
-    if (lane % 4 == row / 2) {  // this lane holds the diagonal's elements of rows `row` and `row + 8`
-      store(16 * block + row, rsqrtf((row % 2 ? d[0][1] : d[0][0]) + L2NORM_EPS));
-      store(16 * block + 8 + row, rsqrtf((row % 2 ? d[1][3] : d[1][2]) + L2NORM_EPS));
+    for (int j = 0; j < 4; ++j) {
+      sum[j] = fmaf(low(pairs[j]), low(pairs[j]), sum[j]);
+      sum[j] = fmaf(high(pairs[j]), high(pairs[j]), sum[j]);
     }
   }
+  return rsqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + L2NORM_EPS);
+}
+
+/// Beta as it lies in memory, so that a load can be waited for where it is used; `activate_beta` makes it the weight.
+__device__ __forceinline__ uint32_t load_beta(const kda_fwd_params& p, const Task& task, int token) {
+  const int64_t i =
+      task.row * p.beta_stride[0] + int64_t{task.start + token} * p.beta_stride[1] + task.value_head * p.beta_stride[2];
+  return p.beta_dtype == KDA_FP32 ? static_cast<const uint32_t*>(p.beta)[i] : static_cast<const uint16_t*>(p.beta)[i];
+}
+
+__device__ __forceinline__ float activate_beta(const kda_fwd_params& p, uint32_t bits) {
+  float beta = __uint_as_float(p.beta_dtype == KDA_FP32 ? bits : bits << 16);
+  if (p.use_beta_sigmoid) beta = reciprocal(1.0f + exp2_fast(-LOG2E * beta));
+  return p.allow_neg_eigval ? 2.0f * beta : beta;
 }
 
 /// Two warps, one for k and g, one for q and v: norms, the activated beta, and what a tile holds beyond the sequence's
 /// end, made harmless: k = q = v = 0 and a gate of -inf, the bounded gate's zero.
 __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool queries) {
   const kda_fwd_params& p = a.p;
-  const int lane = threadIdx.x % 32;
   Ring ring;
   for_tasks(a, s, [&](const Task& task) {
-    const int64_t beta_row = task.row * p.beta_stride[0] + task.value_head * p.beta_stride[2];
+    uint32_t next = 0;
+    if (const int lane = fresh_lane(); !queries && lane < task.length) next = load_beta(p, task, lane);
+#pragma unroll 1
+    for (int place = places_of_state(p, task); place > 0; --place, ++ring.chunk) {
+      s.raw[ring.stage()].wait(ring.use());
+      arrive_warp(s.ready[ring.stage()]);
+    }
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {
       Stage& stage = s.stage[ring.stage()];
-      const int token = c * TOKENS + lane;
-      float beta = 0.0f;
-      if (!queries && token < task.length) {
-        beta = load_float(p.beta, beta_row + int64_t{task.start + token} * p.beta_stride[1], p.beta_dtype);
-        if (p.use_beta_sigmoid) beta = reciprocal(1.0f + exp2_fast(-LOG2E * beta));
-        if (p.allow_neg_eigval) beta *= 2.0f;
-      }
+      const int lane = fresh_lane(), token = c * TOKENS + lane;
       s.raw[ring.stage()].wait(ring.use());
-      if (!queries) stage.beta[lane] = beta;
+      if (!queries) {  // loaded one chunk ahead
+        stage.beta[lane] = token < task.length ? activate_beta(p, next) : 0.0f;
+        if (token + TOKENS < task.length) next = load_beta(p, task, token + TOKENS);
+      }
       if (token >= task.length) {
+        if (!queries) s.raw_gate[ring.stage()].wait(ring.use());
         constexpr uint32_t minus_infinity = 0xff80ff80;  // two in bf16
         const uint4 zero = make_uint4(0, 0, 0, 0);
         const uint4 gate = make_uint4(minus_infinity, minus_infinity, minus_infinity, minus_infinity);
@@ -87,51 +128,15 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
           auto& half = stage.half[i / 8];
           const int at = swizzled(lane, i % 8);
           *reinterpret_cast<uint4*>((queries ? half.q : half.k) + at) = zero;
-          *reinterpret_cast<uint4*>((queries ? half.v : half.g) + at) = queries ? zero : gate;
+          *reinterpret_cast<uint4*>((queries ? half.v : half.x[ring.use()]) + at) = queries ? zero : gate;
         }
         publish();  // the next bulk copy into this row comes after these stores
       }
       __syncwarp();
-      float* norm = queries ? &stage.norm[0].y : &stage.norm[0].x;
-      if (p.use_qk_l2norm) {
-        inverse_norms(queries ? stage.half[0].q : stage.half[0].k, queries ? stage.half[1].q : stage.half[1].k, lane,
-                      [&](int row, float x) { norm[2 * row] = x; });
-      } else {
-        norm[2 * lane] = 1.0f;
-      }
+      float norm = 1.0f;
+      if (p.use_qk_l2norm) norm = inverse_norm(queries ? stage.half[0].q : stage.half[0].k, lane);
+      (queries ? stage.norm[lane].y : stage.norm[lane].x) = norm;
       arrive_warp(s.ready[ring.stage()]);
-    }
-  });
-}
-
-/// One warp: o of every chunk out of shared memory; rows beyond the sequence's end are left alone.
-__device__ __forceinline__ void copy_out(const Arguments& a, Shared& s) {
-  const kda_fwd_params& p = a.p;
-  const int lane = threadIdx.x % 32;
-  uint32_t chunk = 0;
-  for_tasks(a, s, [&](const Task& task) {
-#pragma unroll 1
-    for (int c = 0; c < task.chunks(); ++c, ++chunk) {
-      const int buffer = chunk % 2, rows = min(TOKENS, task.length - c * TOKENS);
-      const int t = task.start + c * TOKENS;
-      s.o_full[buffer].wait((chunk / 2) & 1);
-      if (rows == TOKENS) {
-        if (lane == 0) {
-          for (int half = 0; half < 2; ++half)
-            cute::SM90_TMA_STORE_4D::copy(&a.out, s.o[buffer].half[half], half * HALF, task.value_head, t, task.row);
-          cute::tma_store_arrive();
-          cute::tma_store_wait<0>();
-        }
-      } else {
-        auto* out = static_cast<__nv_bfloat16*>(p.out) + task.row * p.out_stride[0] + task.value_head * p.out_stride[2];
-#pragma unroll 1
-        for (int i = lane; i < rows * 16; i += 32) {
-          const int row = i / 16, vector = i % 16;
-          const uint4 x = *reinterpret_cast<const uint4*>(s.o[buffer].half[vector / 8] + swizzled(row, vector % 8));
-          *reinterpret_cast<uint4*>(out + int64_t{t + row} * p.out_stride[1] + vector * 8) = x;
-        }
-      }
-      arrive_warp(s.o_empty[buffer]);
     }
   });
 }

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cute/arch/copy_sm75.hpp"
 #include "cute/arch/copy_sm90.hpp"
@@ -11,6 +12,13 @@
 #include "cutlass/arch/barrier.h"
 
 namespace kda::sm90 {
+
+/// The lane, asked for anew: what a loop derives from it is computed where it is used, not kept in registers around it.
+__device__ __forceinline__ int fresh_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 
 __device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22; results below 2^-126 are zero
   float y;
@@ -37,6 +45,15 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return y;
 }
 
+/// The same in fp16 where FP16: for what stays below 65504 and gains from three more bits.
+template <bool FP16>
+__device__ __forceinline__ uint32_t pack16(float low, float high) {
+  if constexpr (!FP16) return pack(low, high);
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
 __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -59,10 +76,16 @@ __device__ __forceinline__ void store_transposed(void* row, uint32_t a, uint32_t
   cute::SM90_U16x8_STSM_T::copy(a, b, c, d, *static_cast<cute::uint128_t*>(row));
 }
 
-/// d += a b for one 16 x 8 x 16 product in bf16. A lane holds of a [16 x 16] in row-major order rows lane / 4 and 8 more,
+__device__ __forceinline__ void store_transposed(void* row, uint32_t a, uint32_t b) {
+  cute::SM90_U16x4_STSM_T::copy(a, b, *static_cast<cute::uint128_t*>(row));
+}
+
+/// d += a b for one 16 x 8 x 16 product in bf16, or fp16. A lane holds of a [16 x 16] in row-major order rows lane / 4 and 8 more,
 /// columns lane % 4 * 2 and 8 more; b is [8 x 16] the same way.
+template <bool FP16 = false>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
+  using Product = std::conditional_t<FP16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  Product::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
 }
 
 /// A float as two of tf32, of which the tensor cores ignore the lower 13 bits. NaN stays NaN.
@@ -74,18 +97,23 @@ struct Split {
   }
 };
 
-/// d += a b for one 16 x 8 x 8 product in tf32 with two terms: 21 bits. With the eight k in the order 0, 2, 4, 6, 1, 3, 5,
-/// 7 a lane holds of a rows g = lane / 4 and g + 8, k = 2 t and 2 t + 1 for t = lane % 4, and of b the same k of column g:
-/// the two that are neighbours in d as well.
-__device__ __forceinline__ void mma_tf32x2(float (&d)[4], float a_g0, float a_h0, float a_g1, float a_h1, float2 b) {
+/// d + small += a b for one 16 x 8 x 8 product in tf32 with two terms: 21 bits. Two accumulators, because each product
+/// waits for the one before it. With the eight k in the order 0, 2, 4, 6, 1, 3, 5, 7 a lane holds of a rows g = lane / 4 and
+/// g + 8, k = 2 t and 2 t + 1 for t = lane % 4 (g 2 t, g + 8 2 t, g 2 t + 1, ...), and of b the same k of column g: in d, two
+/// neighbours of a row.
+__device__ __forceinline__ void mma_tf32x2(float (&d)[4], float (&small)[4], const Split (&a)[4], const Split (&b)[2]) {
   using Product = cute::SM80_16x8x8_F32TF32TF32F32_TN;
-  const Split a[4] = {Split(a_g0), Split(a_h0), Split(a_g1), Split(a_h1)}, b0(b.x), b1(b.y);
-  Product::fma(d[0], d[1], d[2], d[3], a[0].small, a[1].small, a[2].small, a[3].small, b0.large, b1.large, d[0], d[1], d[2],
-               d[3]);
-  Product::fma(d[0], d[1], d[2], d[3], a[0].large, a[1].large, a[2].large, a[3].large, b0.small, b1.small, d[0], d[1], d[2],
-               d[3]);
-  Product::fma(d[0], d[1], d[2], d[3], a[0].large, a[1].large, a[2].large, a[3].large, b0.large, b1.large, d[0], d[1], d[2],
-               d[3]);
+  Product::fma(d[0], d[1], d[2], d[3], a[0].large, a[1].large, a[2].large, a[3].large, b[0].large, b[1].large, d[0], d[1],
+               d[2], d[3]);
+  Product::fma(small[0], small[1], small[2], small[3], a[0].small, a[1].small, a[2].small, a[3].small, b[0].large,
+               b[1].large, small[0], small[1], small[2], small[3]);
+  Product::fma(small[0], small[1], small[2], small[3], a[0].large, a[1].large, a[2].large, a[3].large, b[0].small,
+               b[1].small, small[0], small[1], small[2], small[3]);
+}
+
+__device__ __forceinline__ void add(float (&x)[4], const float (&y)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] += y[i];
 }
 
 /// Keeps the compiler from moving registers across a wgmma.

@@ -5,86 +5,30 @@
 // Everything is linear in (V, S). S and the R that is folded into it carry 2^-CARRIED, which rows 0..15 of Kd and Qd make
 // up for, so that these rows of R and O have their true size; rows 16..31 have 2^(anchor - CARRIED) more until the end.
 #pragma once
+#include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "kda/sm90/device.cuh"
 #include "kda/sm90/shared.cuh"
+#include "kda/sm90/state.cuh"
 #include "kda/sm90/task.cuh"
 
 namespace kda::sm90 {
 
-/// The state of a thread: element [4 j + 2 r + e] is V row 8 r + lane / 4 of the warp's 16, channel 8 j + lane % 4 * 2 + e.
-using State = float[64];
-
-template <class Body>
-__device__ __forceinline__ void for_pairs(Body body) {
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) body(4 * j + 2 * r, 8 * r + threadIdx.x % 32 / 4, 8 * j + threadIdx.x % 4 * 2);
-  }
+/// d = (Kd S)^T beside (Qd S)^T for 16 of the channels: one operand of 64 rows.
+__device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                                               cute::SM90::GMMA::ScaleOut keep) {
+  using namespace cute::SM90::GMMA;
+  MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::K>::fma(
+      a[0], a[1], a[2], a[3], b, d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13],
+      d[14], d[15], d[16], d[17], d[18], d[19], d[20], d[21], d[22], d[23], d[24], d[25], d[26], d[27], d[28], d[29], d[30],
+      d[31], keep);
 }
 
-__device__ __forceinline__ void load_state(const kda_fwd_params& p, const Task& task, int first_row, float scale, State& s) {
-  if (p.initial_state == nullptr) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) s[i] = 0.0f;
-    return;
-  }
-  const int64_t base = task.sequence * p.initial_stride[0] + task.value_head * p.initial_stride[1];
-  for_pairs([&](int i, int row, int channel) {
-    const int64_t at = base + (first_row + row) * p.initial_stride[2] + channel;
-    float2 x;
-    if (p.state_dtype == KDA_BF16) {
-      const uint32_t pair = *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(p.initial_state) + at);
-      x = make_float2(low(pair), high(pair));
-    } else {
-      x = *reinterpret_cast<const float2*>(static_cast<const float*>(p.initial_state) + at);
-    }
-    s[i] = x.x * scale, s[i + 1] = x.y * scale;
-  });
-}
-
-__device__ __forceinline__ void store_state(const kda_fwd_params& p, const Task& task, int first_row, float scale,
-                                            const State& s) {
-  if (p.final_state == nullptr) return;
-  const int64_t base = task.sequence * p.final_stride[0] + task.value_head * p.final_stride[1];
-  for_pairs([&](int i, int row, int channel) {
-    const int64_t at = base + (first_row + row) * p.final_stride[2] + channel;
-    const float x = s[i] * scale, y = s[i + 1] * scale;
-    if (p.state_dtype == KDA_BF16) {
-      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.final_state) + at) = pack(x, y);
-    } else {
-      *reinterpret_cast<float2*>(static_cast<float*>(p.final_state) + at) = make_float2(x, y);
-    }
-  });
-}
-
-/// The state of an empty sequence, bit for bit.
-__device__ __forceinline__ void copy_state(const kda_fwd_params& p, const Task& task, int first_row) {
-  if (p.final_state == nullptr) return;
-  const int64_t from = task.sequence * p.initial_stride[0] + task.value_head * p.initial_stride[1];
-  const int64_t to = task.sequence * p.final_stride[0] + task.value_head * p.final_stride[1];
-  auto copy = [&](auto pair) {
-    using Pair = decltype(pair);
-    for_pairs([&](int, int row, int channel) {
-      const auto* source = static_cast<const Pair*>(p.initial_state);
-      const int64_t i = (from + (first_row + row) * p.initial_stride[2] + channel) / 2;
-      static_cast<Pair*>(p.final_state)[(to + (first_row + row) * p.final_stride[2] + channel) / 2] =
-          source ? source[i] : Pair{};
-    });
-  };
-  if (p.state_dtype == KDA_BF16) {
-    copy(uint32_t{});
-  } else {
-    copy(uint2{});
-  }
-}
-
-template <class Product>
-__device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
-                                        cute::SM90::GMMA::ScaleOut keep = cute::SM90::GMMA::ScaleOut::One) {
-  Product::fma(a[0], a[1], a[2], a[3], b, d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], d[8], d[9], d[10], d[11],
-               d[12], d[13], d[14], d[15], keep);
+/// o += (Aq R)^T for 16 of the tokens of R.
+__device__ __forceinline__ void add_to_output(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
+  using namespace cute::SM90::GMMA;
+  MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[0], d[1], d[2], d[3], d[4], d[5],
+                                                       d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15]);
 }
 
 __device__ __forceinline__ void add_to_state(State& s, const uint32_t (&a)[4], uint64_t b) {
@@ -97,16 +41,59 @@ __device__ __forceinline__ void add_to_state(State& s, const uint32_t (&a)[4], u
       s[62], s[63]);
 }
 
+__device__ __forceinline__ void pack_state(const State& state, uint32_t (&a)[8][4]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) a[i][j] = pack(state[8 * i + 2 * j], state[8 * i + 2 * j + 1]);
+  }
+}
+
+/// o of a chunk, packed, into shared memory; `send_output` then takes it out.
+__device__ __forceinline__ void store_output(Shared& s, uint32_t chunk, int group, int lane, int vector,
+                                             const uint32_t (&o)[2][4]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    store_transposed(s.o[chunk % 2].half[group] + swizzled(16 * h + lane % 16, vector), o[h][0], o[h][2], o[h][1], o[h][3]);
+  }
+}
+
+/// o of chunk `c` of the task, `chunk` of the CTA, out of shared memory; rows beyond the sequence's end are left alone.
+/// Buffers change with every chunk, so a group's barrier also says that the buffer before is free. Only the LAST chunk of a
+/// task can have such rows.
+template <bool LAST>
+__device__ __forceinline__ void send_output(const Arguments& a, Shared& s, const Task& task, uint32_t chunk, int c, int group) {
+  const kda_fwd_params& p = a.p;
+  const char* o = s.o[chunk % 2].half[group];
+  const int t = task.start + c * TOKENS, thread = threadIdx.x % 128;
+  publish();
+  if (thread == 0) cute::tma_store_wait<0>();  // what was sent a chunk ago was read
+  cutlass::arch::NamedBarrier::sync(128, GROUPS + group);
+  const int rows = LAST ? task.length - c * TOKENS : TOKENS;
+  if (rows >= TOKENS) {
+    if (thread == 0) {
+      cute::SM90_TMA_STORE_4D::copy(&a.out, o, group * HALF, task.value_head, t, task.row);
+      cute::tma_store_arrive();
+    }
+    return;
+  }
+  auto* out = static_cast<__nv_bfloat16*>(p.out) + task.row * p.out_stride[0] + task.value_head * p.out_stride[2] + group * HALF;
+#pragma unroll 1
+  for (int i = thread; i < rows * 8; i += 128) {
+    const int row = i / 8, vector = i % 8;
+    const uint4 x = *reinterpret_cast<const uint4*>(o + swizzled(row, vector));
+    *reinterpret_cast<uint4*>(out + int64_t{t + row} * p.out_stride[1] + vector * 8) = x;
+  }
+}
+
 /// The role of a consumer warpgroup: columns 64 `group` .. of V, every chunk of this CTA.
 __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int group) {
   using namespace cute::SM90::GMMA;
-  using Add = MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::K>;
-  using Subtract = MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::K, ScaleIn::Neg>;
   const kda_fwd_params& p = args.p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const int first_row = group * HALF + warp * 16;
   const float down = power_of_two(-CARRIED), up = power_of_two(CARRIED);
-  const float seed = power_of_two(args.anchor - CARRIED), anchor_down = power_of_two(-args.anchor);
+  const float anchor_down = power_of_two(-args.anchor);
   const float result[2] = {p.scale, p.scale * power_of_two(CARRIED - args.anchor)};
   const int vector = 2 * warp + lane / 16;  // of V and O, for ldmatrix and stmatrix
   Ring ring;
@@ -118,84 +105,81 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       copy_state(p, task, first_row);
       return;
     }
-    load_state(p, task, first_row, down, state);
+    load_state(p, s, ring, group, down, state);
+    uint32_t a[8][4];  // the state in bf16, an operand
+    pack_state(state, a);
+    uint32_t done[2][4];  // o of the chunk before, to be stored under the products of this one
+    const uint32_t first = ring.chunk;
+    s.raw[ring.stage()].wait(ring.use());
 #pragma unroll 1
     for (const uint32_t end = ring.chunk + chunks; ring.chunk != end; ++ring.chunk) {
       Stage& stage = s.stage[ring.stage()];
-      uint32_t a[8][4];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) a[i][j] = pack(state[8 * i + 2 * j], state[8 * i + 2 * j + 1]);
-      }
-      s.raw[ring.stage()].wait(ring.use());
       s.full[ring.stage()].wait(ring.use());
 
-      float residual[16], o[16];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        uint32_t v[4];
-        load_transposed(v, stage.half[group].v + swizzled(16 * h + lane % 16, vector));
-        const uint32_t order[4] = {v[0], v[2], v[1], v[3]};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          residual[8 * h + 2 * i] = h ? low(order[i]) * seed : low(order[i]);
-          residual[8 * h + 2 * i + 1] = h ? high(order[i]) * seed : high(order[i]);
-        }
-      }
-      const uint64_t kd = descriptor(stage.half[0].k, LayoutType::B128, 1024);
-      const uint64_t qd = operand_at(kd, HALF_BYTES);
-      const uint64_t ak = descriptor(stage.half[0].g, LayoutType::B128, 1024, HALF_STRIDE);
+      float d[32];       // Kd S, then Qd S
+      uint32_t v[2][4];  // V in bf16
+      const uint64_t kq = descriptor(stage.half[0].k, LayoutType::B128, 1024);
+      const uint64_t ak = descriptor(stage.gate(ring.use(), 0), LayoutType::B128, 1024, HALF_STRIDE);
       const uint64_t aq = descriptor(stage.aq, LayoutType::B64, 512);
 
-      hold(residual), hold(o);
+      hold(d);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) product<Subtract>(residual, a[i], operand_at(kd, i / 4 * HALF_STRIDE + i % 4 * 32));
-      cute::warpgroup_commit_batch();
-#pragma unroll
       for (int i = 0; i < 8; ++i) {
-        product<Add>(o, a[i], operand_at(qd, i / 4 * HALF_STRIDE + i % 4 * 32), i == 0 ? ScaleOut::Zero : ScaleOut::One);
+        multiply_state(d, a[i], operand_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32), i == 0 ? ScaleOut::Zero : ScaleOut::One);
       }
       cute::warpgroup_commit_batch();
-      cute::warpgroup_wait<1>();
-      hold(residual);
+      // Under the products, which read the packed state. The branches keep ptxas from moving it among them or after.
+      if (ring.chunk != first) store_output(s, ring.chunk - 1, group, lane, vector, done);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) load_transposed(v[h], stage.half[group].v + swizzled(16 * h + lane % 16, vector));
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         const float2 decay = *reinterpret_cast<const float2*>(&stage.decay[8 * j + lane % 4 * 2]);
         state[4 * j] *= decay.x, state[4 * j + 1] *= decay.y, state[4 * j + 2] *= decay.x, state[4 * j + 3] *= decay.y;
       }
+      hold(state);
+      if (ring.chunk != first) send_output<false>(args, s, task, ring.chunk - 1, ring.chunk - first - 1, group);
+      cute::warpgroup_wait<0>();
+      hold(d);
+      float o[16];  // a copy: ptxas cannot accumulate into a part of an earlier product's registers
+#pragma unroll
+      for (int i = 0; i < 16; ++i) o[i] = d[16 + i];
+      arrive_warp(s.read[ring.stage()]);
       uint32_t r[2][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        r[0][i] = pack(residual[2 * i] * down, residual[2 * i + 1] * down);
-        r[1][i] = pack(residual[8 + 2 * i] * anchor_down, residual[8 + 2 * i + 1] * anchor_down);
+      for (int i = 0; i < 8; ++i) {  // R of both halves with 2^-CARRIED, as the state has it
+        const float scale = i < 4 ? -down : -anchor_down;
+        const uint32_t x = v[i / 4][i % 2 * 2 + i % 4 / 2];
+        r[i / 4][i % 4] = pack(fmaf(d[2 * i], scale, low(x) * down), fmaf(d[2 * i + 1], scale, high(x) * down));
       }
-      hold(state);
+      hold(state), hold(o);
       cute::warpgroup_arrive();
       add_to_state(state, r[0], ak);
       add_to_state(state, r[1], operand_at(ak, 16 * 128));
       cute::warpgroup_commit_batch();
-      product<Add>(o, r[0], aq);
-      product<Add>(o, r[1], operand_at(aq, 32));
+      add_to_output(o, r[0], aq);
+      add_to_output(o, r[1], operand_at(aq, 32));
       cute::warpgroup_commit_batch();
-      const int buffer = ring.chunk % 2;
-      s.o_empty[buffer].wait(((ring.chunk / 2) & 1) ^ 1);
+      cute::warpgroup_wait<1>();
+      hold(state);
+      // Under the products of Aq. The wait for the next V, which is there long before its operands, keeps ptxas from moving it.
+      pack_state(state, a);
+      if (const Ring next{ring.chunk + 1}; next.chunk != end) s.raw[next.stage()].wait(next.use());
       cute::warpgroup_wait<0>();
-      hold(state), hold(o);
+      hold(o);
       arrive_warp(s.empty[ring.stage()]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float x = result[h];
-        store_transposed(s.o[buffer].half[group] + swizzled(16 * h + lane % 16, vector), pack(o[8 * h] * x, o[8 * h + 1] * x),
-                         pack(o[8 * h + 4] * x, o[8 * h + 5] * x), pack(o[8 * h + 2] * x, o[8 * h + 3] * x),
-                         pack(o[8 * h + 6] * x, o[8 * h + 7] * x));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) done[h][i] = pack(o[8 * h + 2 * i] * result[h], o[8 * h + 2 * i + 1] * result[h]);
       }
-      publish();
-      arrive_warp(s.o_full[buffer]);
     }
+    store_output(s, ring.chunk - 1, group, lane, vector, done);
+    send_output<true>(args, s, task, ring.chunk - 1, chunks - 1, group);
     store_state(p, task, first_row, up, state);
   });
+  if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();  // shared memory is read until then
 }
 
 }  // namespace kda::sm90

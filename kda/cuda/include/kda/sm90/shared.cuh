@@ -1,11 +1,17 @@
 // What lies in shared memory, and who hands it to whom.
 //
-//   copy ---raw---> rows ---ready---> prepare ---full---> recur ---o_full---> store
-//     ^                                                    |  ^                 |
-//     +---------------------------empty--------------------+  +-----o_empty-----+
+//                                       invert
+//                            lower_full ^    | inverse_full
+//                                       |    v
+//   copy ---raw---> rows ---ready---> prepare ---full---> recur ---> out
+//     | ^                               ^ | ^               | |
+//     +-|----------raw_gate-------------+ | +----empty------+ |
+//       +------full: room for a gate------+                   |
+//       +------read: room for k, q and v----------------------+
 //
-// A stage holds one chunk of 32 tokens of one head. Tiles are two halves of 64 channels; a half is 32 rows of 128 bytes
-// in the 128-byte swizzle of tensor maps and wgmma: the 16-byte vector c of row t lies at position c ^ (t % 8).
+// A stage holds one chunk of 32 tokens of one head, or half of the initial state of a task, which comes before its chunks.
+// Tiles are two halves of 64 channels; a half is 32 rows of 128 bytes in the 128-byte swizzle of tensor maps and wgmma: the
+// 16-byte vector c of row t lies at position c ^ (t % 8).
 #pragma once
 #include <cuda_bf16.h>
 
@@ -23,10 +29,13 @@ constexpr int CARRIED = SM90_CARRIED;    // the state is held times 2^-CARRIED, 
 constexpr int HALF = 64;                 // channels in one half of a tile
 constexpr int HALF_BYTES = TOKENS * HALF * 2;
 constexpr int STAGES = 4;
-constexpr int GROUPS = 2;         // of producers, and of consumers
-constexpr int LOWER_PITCH = 36;   // floats: the 32 elements of a fragment's register meet no bank twice
-constexpr int SOLVED_PITCH = 20;  // floats: columns of 16-row blocks of the inverse, stored by one lane each
-constexpr int MOST_SORTED = 256;  // sequences that are ordered by length: every CTA compares each with all
+constexpr int GROUPS = 2;          // of producers, and of consumers
+constexpr int LOWER_PITCH = 36;    // floats: the 32 elements of a fragment's register meet no bank twice
+constexpr int SOLVED_PITCH = 12;   // floats: columns of 8-row blocks of the inverse, stored by one lane each
+constexpr int MOST_SORTED = 256;   // sequences that are ordered by length: every CTA compares each with all
+constexpr int HAND = 64;           // heads that are dealt at once, see deal.cuh
+constexpr int MOST_HANDS = 64;     // each takes the CTA a search and a barrier
+constexpr int MOST_STARTS = 1024;  // offsets of sequences that are kept
 
 using Barrier = cutlass::arch::ClusterBarrier;
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -34,17 +43,27 @@ using Half = char[HALF_BYTES];
 
 struct alignas(1024) Stage {
   struct {
-    Half k;   // raw, then Kd
-    Half q;   // raw, then Qd: with Kd above it one operand of 64 rows
-    Half g;   // raw gate, then Ki, then Ak
-    Half kr;  // Kr
-    Half v;   // V
+    Half k;     // raw, then Kd
+    Half q;     // raw, then Qd: with Kd above it one operand of 64 rows
+    Half x[2];  // see gate() and late()
+    Half v;     // V
   } half[2];
   alignas(1024) char aq[TOKENS * TOKENS * 2];  // Aq: rows of 64 bytes, 64-byte swizzle
-  float decay[CHANNELS];                       // of the whole chunk
+  alignas(16) float decay[CHANNELS];           // of the whole chunk
   float beta[TOKENS];
-  float2 norm[TOKENS];                         // what k and q are multiplied by
+  float2 norm[TOKENS];  // what k and q are multiplied by
+
+  /// Two tiles that change places from one use of the stage to the next: in `gate` the raw gate, then half of the sums of
+  /// log2 decays, then Ki, then Ak; in `late` the other half of the sums, then Kr. Kr is done with when Ak and Aq are
+  /// there, so the next chunk's gate can come while this chunk's Ak is in use.
+  __device__ char* gate(uint32_t use, int i) { return half[i].x[use]; }
+  __device__ char* late(uint32_t use, int i) { return half[i].x[use ^ 1]; }
 };
+
+/// What a stage holds in place of a chunk when a task begins: 64 rows of its state, with some bytes between them, so that 8
+/// rows meet no bank twice.
+constexpr int STATE_PITCH = CHANNELS + 8;
+static_assert(HALF * STATE_PITCH * sizeof(float) <= sizeof(Stage{}.half));
 
 constexpr int HALF_STRIDE = sizeof(Stage{}.half[0]);  // bytes from one half of a tile to the other
 
@@ -53,16 +72,31 @@ struct Shared {
   struct {
     Half half[2];
   } o[2];
-  alignas(16) float lower[GROUPS][TOKENS * LOWER_PITCH];        // L transposed
-  alignas(16) float solved[GROUPS][TOKENS * SOLVED_PITCH];      // diagonal 16 x 16 blocks of (I + L)^-1, transposed
-  alignas(1024) char inverse[GROUPS][TOKENS * TOKENS * 2];      // Ab transposed: row j is column j of Ab; as aq
-  float4 gate[GROUPS][128];                                     // each producer thread's own constants
-  alignas(16) float sum[GROUPS][2][CHANNELS];                   // of log2 decays, tokens 0..15 and 16..31
-  int order[MOST_SORTED];                                       // sequences, the longest first
-  TransactionBarrier raw[STAGES];
-  Barrier ready[STAGES], full[STAGES], empty[STAGES], o_full[2], o_empty[2];
+  alignas(16) float lower[GROUPS][TOKENS * LOWER_PITCH];  // L transposed: its 16 x 16 blocks on the diagonal
+  alignas(16) float solved[TOKENS * SOLVED_PITCH];        // diagonal 8 x 8 blocks of (I + L)^-1, transposed
+  // The two 16 x 16 blocks on the diagonal of Ab, transposed: row j is column j of Ab; and, in vectors 2 and 3 of rows
+  // 0..15, minus the block below the diagonal of Kd Ki^T. Rows as of aq.
+  alignas(1024) char inverse[GROUPS][TOKENS * TOKENS * 2];
+  float4 offset[GROUPS][128];    // each producer thread's own constants of the gate
+  float slope[GROUPS][128];
+  float4 sum[GROUPS][4][32];     // of log2 decays: 8 rows a warp, 4 channels a lane
+  int order[MOST_SORTED];        // sequences, the longest first
+  int rank[MOST_HANDS];          // see deal.cuh
+  int balanced;
+  int start[MOST_STARTS];        // first tokens of sequences, and the end of the last one
+  TransactionBarrier raw_gate[STAGES];  // g, or the turn of a state
+  TransactionBarrier raw[STAGES];       // q, k and v, or half of a state
+  Barrier ready[STAGES];                // norms, beta, and tails
+  Barrier full[STAGES];                 // Kd, Qd, Ak, Aq, decay; Kr is done with
+  Barrier read[STAGES];                 // k, q and v are done with
+  Barrier empty[STAGES];                // all of the stage is
+  Barrier lower_full[GROUPS], inverse_full[GROUPS];
 };
 static_assert(sizeof(Shared) <= 232448, "does not fit into the shared memory of a multiprocessor");
+
+/// What fp16 operands are multiplied by.
+template <bool FP16>
+constexpr float SCALE = FP16 ? 1 << SM90_FP16_BITS : 1;
 
 /// Byte of the 16-byte vector `vector` (8 channels) of row `row` in a half tile.
 __device__ __forceinline__ int swizzled(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) * 16); }

@@ -17,12 +17,14 @@ struct Arguments {
   int sorted;                   // CTAs take several tasks each, of sequences that may differ in length
 };
 
+__device__ __forceinline__ int chunks_of(int length) { return (length + TOKENS - 1) / TOKENS; }
+
 /// One sequence of one value head.
 struct Task {
   int row, start, length;  // batch row, first token, tokens
   int sequence, head, value_head;
 
-  __device__ int chunks() const { return (length + TOKENS - 1) / TOKENS; }
+  __device__ int chunks() const { return chunks_of(length); }
 };
 
 __device__ __forceinline__ int64_t offset_of(const kda_fwd_params& p, int64_t i) {
@@ -31,37 +33,34 @@ __device__ __forceinline__ int64_t offset_of(const kda_fwd_params& p, int64_t i)
   return min(max(x, int64_t{0}), p.T);
 }
 
-__device__ __forceinline__ int length_of(const kda_fwd_params& p, int sequence) {
-  return static_cast<int>(max(offset_of(p, sequence + 1) - offset_of(p, sequence), int64_t{0}));
+/// First token of a sequence, or the end of the last one.
+__device__ __forceinline__ int start_of(const kda_fwd_params& p, const Shared& s, int sequence) {
+  return p.N < MOST_STARTS ? s.start[sequence] : static_cast<int>(offset_of(p, sequence));
 }
 
-/// Fills `order` with the sequences, the longest first; by the whole CTA, before the roles begin.
-__device__ __forceinline__ void sort_sequences(const kda_fwd_params& p, int* lengths, int* order) {
-  const int N = static_cast<int>(p.N);
-  for (int n = threadIdx.x; n < N; n += blockDim.x) lengths[n] = length_of(p, n);
-  __syncthreads();
-  for (int n = threadIdx.x; n < N; n += blockDim.x) {
-    const int length = lengths[n];
-    int rank = 0;
-    for (int m = 0; m < N; ++m) rank += lengths[m] > length || (lengths[m] == length && m < n);
-    order[rank] = n;
-  }
-  __syncthreads();
+__device__ __forceinline__ int length_of(const kda_fwd_params& p, const Shared& s, int sequence) {
+  return max(start_of(p, s, sequence + 1) - start_of(p, s, sequence), 0);
 }
 
-__device__ __forceinline__ Task task_of(const kda_fwd_params& p, const int* order, int index) {
+/// A number that is the same in all lanes, said so that the compiler knows it and keeps it in a uniform register.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+/// Task `value_head` of `sequence`; by a whole warp.
+__device__ __forceinline__ Task task_of(const kda_fwd_params& p, const Shared& s, int sequence, int value_head) {
   const int HV = static_cast<int>(p.HV), H = static_cast<int>(p.H);
   Task task;
-  task.sequence = index / HV;
-  if (order != nullptr) task.sequence = order[task.sequence];
-  task.value_head = index % HV;
-  task.head = task.value_head / (HV / H);
+  task.sequence = uniform(sequence), task.value_head = uniform(value_head), task.head = task.value_head / (HV / H);
   if (p.cu_seqlens == nullptr) {
     task.row = task.sequence, task.start = 0, task.length = static_cast<int>(p.T);
   } else {
-    task.row = 0, task.start = static_cast<int>(offset_of(p, task.sequence)), task.length = length_of(p, task.sequence);
+    task.row = 0, task.start = uniform(start_of(p, s, sequence)), task.length = uniform(length_of(p, s, sequence));
   }
   return task;
+}
+
+/// Places in the ring that the initial state takes before a task's chunks: one for each group of consumers.
+__device__ __forceinline__ int places_of_state(const kda_fwd_params& p, const Task& task) {
+  return p.initial_state != nullptr && task.length > 0 ? GROUPS : 0;
 }
 
 __device__ __forceinline__ float load_float(const void* x, int64_t i, int dtype) {
@@ -73,17 +72,36 @@ __device__ __forceinline__ float load_float(const void* x, int64_t i, int dtype)
   }
 }
 
-/// Calls `body(task)` for the tasks of this CTA, in the same order in every role. Where tasks are sorted, CTAs take turns
-/// forth and back, so that who had the longest of one round has the shortest of the next.
+/// Parts that a sequence's heads are dealt in, see deal.cuh.
+__device__ __forceinline__ int hands_of(const kda_fwd_params& p) { return (static_cast<int>(p.HV) + HAND - 1) / HAND; }
+
+/// The next task of this CTA; `position` is 0 at first. False if there are no more. Tasks that are sorted, but too many to be
+/// dealt by load, go to CTAs forth and back, so that who had the longest of one round has the shortest of the next.
+__device__ __forceinline__ bool next_task(const Arguments& a, const Shared& s, int& position, Task& task) {
+  const int grid = gridDim.x, cta = blockIdx.x, HV = static_cast<int>(a.p.HV);
+  if (s.balanced) {
+    const int hands = hands_of(a.p), all = static_cast<int>(a.p.N) * hands;
+    while (position < all && s.rank[position] < 0) ++position;
+    if (position == all) return false;
+    task = task_of(a.p, s, s.order[position / hands], position % hands * HAND + s.rank[position]);
+    ++position;
+    return true;
+  }
+  const bool back = a.sorted && position % 2;
+  const int64_t index = int64_t{position} * grid + (back ? grid - 1 - cta : cta);
+  if (index >= a.tasks) return false;
+  ++position;
+  const int sequence = static_cast<int>(index) / HV;
+  task = task_of(a.p, s, a.sorted ? s.order[sequence] : sequence, static_cast<int>(index) % HV);
+  return true;
+}
+
+/// Calls `body(task)` for the tasks of this CTA, in the same order in every role.
 template <class Body>
 __device__ __forceinline__ void for_tasks(const Arguments& a, const Shared& s, Body body) {
-  const int grid = gridDim.x;
+  Task task;
 #pragma unroll 1
-  for (int first = 0; first < a.tasks; first += grid) {
-    const bool back = a.sorted && first / grid % 2;
-    const int index = first + (back ? grid - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x));
-    if (index < a.tasks) body(task_of(a.p, a.sorted ? s.order : nullptr, index));
-  }
+  for (int position = 0; next_task(a, s, position, task);) body(task);
 }
 
 }  // namespace kda::sm90

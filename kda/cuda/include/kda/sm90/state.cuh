@@ -1,0 +1,120 @@
+// States: out of the ring into registers, and from there into memory.
+#pragma once
+#include "kda/sm90/device.cuh"
+#include "kda/sm90/shared.cuh"
+#include "kda/sm90/task.cuh"
+
+namespace kda::sm90 {
+
+/// The state of a thread: element [4 j + 2 r + e] is V row 8 r + lane / 4 of the warp's 16, channel 8 j + lane % 4 * 2 + e.
+using State = float[64];
+
+// Final states go to memory from the registers. Of 16 channels of a row four lanes hold two and two each, eight channels
+// apart; two neighbours exchange a pair, so that each has four in a row, a quarter: the even lane for j even, the odd lane
+// for j odd. Stores of 16 bytes are half as many as those of 8, and it is their number that costs.
+
+__device__ __forceinline__ float2 from_neighbour(float2 x) {
+  return make_float2(__shfl_xor_sync(~0u, x.x, 1), __shfl_xor_sync(~0u, x.y, 1));
+}
+
+__device__ __forceinline__ void put_quarter(float4* to, const float4& x) { *to = x; }
+__device__ __forceinline__ void put_quarter(uint2* to, const float4& x) { *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
+
+/// Byte of a thread's first four channels in its first row of a task's state, and of 8 rows.
+struct Rows {
+  int64_t first, step;
+  __device__ Rows(const int64_t (&stride)[3], int size, const Task& task, int first_row) {
+    const int lane = threadIdx.x % 32, channel = lane % 2 * 8 + lane % 4 / 2 * 4;
+    first = (task.sequence * stride[0] + task.value_head * stride[1] + (first_row + lane / 4) * stride[2] + channel) * size;
+    step = 8 * stride[2] * size;
+  }
+};
+
+template <class Quarter>
+__device__ __forceinline__ void store_rows(void* to, const Rows& rows, float scale, const State& s) {
+  const bool odd = threadIdx.x % 2;
+  char* first = static_cast<char*>(to) + rows.first;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    auto* row = reinterpret_cast<Quarter*>(first + r * rows.step);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float a0 = s[8 * i + 2 * r], a1 = s[8 * i + 2 * r + 1], b0 = s[8 * i + 4 + 2 * r], b1 = s[8 * i + 5 + 2 * r];
+      const float2 own = make_float2(odd ? b0 : a0, odd ? b1 : a1);
+      const float2 other = from_neighbour(make_float2(odd ? a0 : b0, odd ? a1 : b1));
+      put_quarter(row + 4 * i, odd ? make_float4(other.x * scale, other.y * scale, own.x * scale, own.y * scale)
+                                   : make_float4(own.x * scale, own.y * scale, other.x * scale, other.y * scale));
+    }
+  }
+}
+
+/// The initial state, which comes in the ring's next places.
+__device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, Ring& ring, int group, float scale, State& state) {
+  if (p.initial_state == nullptr) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) state[i] = 0.0f;
+    return;
+  }
+  const Ring first = ring, own{ring.chunk + group};
+  for (; ring.chunk != first.chunk + GROUPS; ++ring.chunk) s.raw[ring.stage()].wait(ring.use());
+  const int lane = threadIdx.x % 32, at = (threadIdx.x % 128 / 32 * 16 + lane / 4) * STATE_PITCH + lane % 4 * 2;
+  auto load = [&](auto two) {
+    using Two = decltype(two);
+    const Two* from = reinterpret_cast<const Two*>(s.stage[own.stage()].half) + at / 2;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        two = from[r * 4 * STATE_PITCH + 4 * j];
+        if constexpr (sizeof(Two) == 4) {
+          state[4 * j + 2 * r] = low(two) * scale, state[4 * j + 2 * r + 1] = high(two) * scale;
+        } else {
+          state[4 * j + 2 * r] = two.x * scale, state[4 * j + 2 * r + 1] = two.y * scale;
+        }
+      }
+    }
+  };
+  if (p.state_dtype == KDA_BF16) {
+    load(uint32_t{});
+  } else {
+    load(float2{});
+  }
+  for (Ring place = first; place.chunk != ring.chunk; ++place.chunk) {
+    arrive_warp(s.read[place.stage()]);
+    arrive_warp(s.empty[place.stage()]);
+  }
+}
+
+__device__ __forceinline__ void store_state(const kda_fwd_params& p, const Task& task, int first_row, float scale,
+                                            const State& s) {
+  if (p.final_state == nullptr) return;
+  if (p.state_dtype == KDA_BF16) {
+    store_rows<uint2>(p.final_state, Rows(p.final_stride, 2, task, first_row), scale, s);
+  } else {
+    store_rows<float4>(p.final_state, Rows(p.final_stride, 4, task, first_row), scale, s);
+  }
+}
+
+/// The state of an empty sequence, bit for bit.
+__device__ __forceinline__ void copy_state(const kda_fwd_params& p, const Task& task, int first_row) {
+  if (p.final_state == nullptr) return;
+  auto copy = [&](auto quarter) {
+    using Quarter = decltype(quarter);
+    const int size = sizeof(Quarter) / 4;
+    const Rows from(p.initial_stride, size, task, first_row), to(p.final_stride, size, task, first_row);
+    const char* source = static_cast<const char*>(p.initial_state) + from.first;
+    char* target = static_cast<char*>(p.final_state) + to.first;
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i, quarter = Quarter{}) {
+      if (p.initial_state) quarter = reinterpret_cast<const Quarter*>(source + i / 8 * from.step)[i % 8 * 4];
+      reinterpret_cast<Quarter*>(target + i / 8 * to.step)[i % 8 * 4] = quarter;
+    }
+  };
+  if (p.state_dtype == KDA_BF16) {
+    copy(uint2{});
+  } else {
+    copy(uint4{});
+  }
+}
+
+}  // namespace kda::sm90
