@@ -14,7 +14,7 @@ from kda.gate import log_decay
 from kda.numerics import exponent_margin
 from kda.problem import GateKind, gate_kind
 from kda.testing.cases import Case, arguments, fitted
-from kda.testing.judge import check, facts_of
+from kda.testing.judge import check, facts_of, judge_call, rounding_of
 from kda.triton.config import ANCHORED_MARGIN, ANCHORED_ROWS, anchored_rows
 
 NONE = {"A_log": None, "dt_bias": None}
@@ -108,12 +108,16 @@ def test_saturation_is_the_limit(impl: str, gate: dict[str, float], raw: list[fl
 
 @pytest.mark.parametrize("impl", implementations())
 def test_saturated_beta(impl: str) -> None:
-    """Logits of +-inf are weights of 1 and 0."""
+    """Logits of +-inf are weights of 1 and 0: bit for bit, unless an implementation has its own format for sigmoids."""
     args = arguments(fitted(Case(lengths=(70,), dtype="float32"), impl), device(impl))
     for value, weight in ((torch.inf, 1.0), (-torch.inf, 0.0), (1e4, 1.0)):
         logits = dict(args, beta=torch.full_like(args["beta"], value))
         weights = dict(args, beta=torch.full_like(args["beta"], weight), use_beta_sigmoid=False)
-        torch.testing.assert_close(kda.fwd(**logits, impl=impl).o, kda.fwd(**weights, impl=impl).o, rtol=0, atol=0)
+        if rounding_of(logits, impl) == rounding_of(weights, impl):
+            torch.testing.assert_close(kda.fwd(**logits, impl=impl).o, kda.fwd(**weights, impl=impl).o, rtol=0, atol=0)
+        else:
+            d = judge_call(logits, impl, meant=weights)
+            assert d.accepted, d
 
 
 @pytest.mark.parametrize("impl", implementations(but="cuda"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -36,10 +37,26 @@ def reasons(case: Case, impl: str, device: str | None = None) -> tuple[str, ...]
     return dispatch.explain_facts(facts_of(case, device or device_of(impl)), impl).reasons[impl]
 
 
-def run(case: Case, impl: str, device: str | None = None) -> Output:
+def _run_call(call: dict[str, Any], impl: str) -> Output:
     """The implementation's own result, on the CPU. `impl` is strict, so this is what ran."""
-    result = api.fwd(**arguments(case, device or device_of(impl)), impl=impl)
+    result = api.fwd(**call, impl=impl)
     return Output(result.o.cpu(), None if result.final_state is None else result.final_state.cpu())
+
+
+def run(case: Case, impl: str, device: str | None = None) -> Output:
+    """The implementation's own result, on the CPU."""
+    return _run_call(arguments(case, device or device_of(impl)), impl)
+
+
+def rounding_of(call: dict[str, Any], impl: str) -> Rounding:
+    """Where the implementation rounds on a call."""
+    return dispatch.implementation(impl).rounding(api.gather(**call)[0].facts)
+
+
+def judge_call(call: dict[str, Any], impl: str, meant: dict[str, Any] | None = None) -> Deviation:
+    """`judge` for arguments that no case describes. `meant`: another call whose exact result this one should have."""
+    problem, _ = api.gather(**in_fp64(call if meant is None else meant))
+    return deviation(_run_call(call, impl), expect(problem, rounding_of(call, impl)))
 
 
 def judge(case: Case, impl: str, device: str | None = None) -> Deviation:

@@ -10,43 +10,61 @@ namespace kda::sm90 {
 ///
 ///   (X Y) Ab = ((X - (Y B) T) A   Y B)
 ///
-/// The same for 16 rows of M, and for 16 channels of Kr^T, which gives those of Ak^T.
+/// The same for 16 rows of M, and for 16 channels of Kr^T, which gives those of Ak^T. In bf16, T and what is multiplied again
+/// have two terms: with one, weights near 2 double the kernel's error.
 template <bool FP16>
 struct Fold {
-  uint32_t a[4], b[4], minus_t[4];  // operands: [n][k] for k = 0..7 and 8..15, n = 0..7, then n = 8..15
+  using Operand = uint32_t[4];
 
-  __device__ __forceinline__ Fold(const char* inverse, int lane) {
+  static constexpr int TERMS = FP16 ? 1 : 2;
+  Operand a, b, minus_t;    // [n][k] for k = 0..7 and 8..15, n = 0..7, then n = 8..15
+  const char* second_term;  // of minus_t, for which registers have no room
+
+  __device__ __forceinline__ Fold(const char* inverse, int lane) : second_term(inverse + term_of_t(1, lane)) {
     const int n = lane % 8 + lane / 16 * 8, k = lane / 8 % 2;
     load_matrices(a, inverse + swizzled64(n, k));
     load_matrices(b, inverse + swizzled64(16 + n, 2 + k));
-    load_transposed(minus_t, inverse + swizzled64(lane % 16, 2 + lane / 16));
+    load_transposed(minus_t, inverse + term_of_t(0, lane));
   }
 
-  static __device__ __forceinline__ void times(float (&d)[2][4], const uint32_t (&x)[4], const uint32_t (&y)[4]) {
+  /// Where a lane finds or puts a row of one of T's terms: above the diagonal of Ab, then below it.
+  static __device__ __forceinline__ int term_of_t(int term, int lane) {
+    return swizzled64(16 * term + lane % 16, 2 - 2 * term + lane / 16);
+  }
+
+  static __device__ __forceinline__ void times(float (&d)[2][4], const Operand& x, const Operand& y) {
     mma<FP16>(d[0], x, y[0], y[1]);
     mma<FP16>(d[1], x, y[2], y[3]);
   }
 
-  /// Accumulators as an operand of the next product.
-  static __device__ __forceinline__ void again(uint32_t (&x)[4], const float (&d)[2][4]) {
+  /// Accumulators over SCALE as an operand of the next product.
+  static __device__ __forceinline__ void again(Operand (&x)[TERMS], const float (&d)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float* y = &d[i / 2][i % 2 * 2];
-      x[i] = pack16<FP16>(y[0] * (1.0f / SCALE<FP16>), y[1] * (1.0f / SCALE<FP16>));
+      const float first = d[i / 2][i % 2 * 2] * (1.0f / SCALE<FP16>), second = d[i / 2][i % 2 * 2 + 1] * (1.0f / SCALE<FP16>);
+      x[0][i] = pack16<FP16>(first, second);
+      if constexpr (TERMS == 2) x[1][i] = pack(first - low(x[0][i]), second - high(x[0][i]));
     }
   }
 
   /// Times SCALE^2.
-  __device__ __forceinline__ void operator()(const uint32_t (&x)[4], const uint32_t (&y)[4], float (&first)[2][4],
+  __device__ __forceinline__ void operator()(const Operand& x, const Operand& y, float (&first)[2][4],
                                              float (&second)[2][4]) const {
-    uint32_t next[4];
+    Operand next[TERMS];
     float z[2][4] = {};
     times(second, y, b);
     times(first, x, a);
     again(next, second);
-    times(z, next, minus_t);
+    times(z, next[0], minus_t);
+    if constexpr (TERMS == 2) {
+      times(z, next[1], minus_t);
+      Operand rest;
+      load_transposed(rest, second_term);
+      times(z, next[0], rest);
+    }
     again(next, z);
-    times(first, next, a);
+#pragma unroll
+    for (int i = 0; i < TERMS; ++i) times(first, next[i], a);
   }
 };
 

@@ -61,11 +61,17 @@ __device__ __forceinline__ void store_keys(const float (&beta)[2], const float (
     }
   }
   if constexpr (UPPER) {
+    using Fold = Fold<FP16>;
     const float scale = -exact * SCALE<FP16>;
-    uint32_t y[4];
+    uint32_t y[Fold::TERMS][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = pack16<FP16>(d[2 * i] * scale, d[2 * i + 1] * scale);
-    store_matrices(inverse + swizzled64(lane % 16, 2 + lane / 16), y[0], y[1], y[2], y[3]);
+    for (int i = 0; i < 4; ++i) {
+      const float first = d[2 * i] * scale, second = d[2 * i + 1] * scale;
+      y[0][i] = pack16<FP16>(first, second);
+      if constexpr (Fold::TERMS == 2) y[1][i] = pack(first - low(y[0][i]), second - high(y[0][i]));
+    }
+#pragma unroll
+    for (int i = 0; i < Fold::TERMS; ++i) store_matrices(inverse + Fold::term_of_t(i, lane), y[i][0], y[i][1], y[i][2], y[i][3]);
   }
 }
 
@@ -124,6 +130,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
   auto pass = [&](uint32_t end) {
 #pragma unroll 1
     for (; seen.chunk < end; seen.chunk += GROUPS) {
+      s.raw_gate[seen.stage()].wait(seen.use());
       s.ready[seen.stage()].wait(seen.use());
       arrive_warp(s.full[seen.stage()]);
     }

@@ -74,8 +74,8 @@ struct Shared {
   } o[2];
   alignas(16) float lower[GROUPS][TOKENS * LOWER_PITCH];  // L transposed: its 16 x 16 blocks on the diagonal
   alignas(16) float solved[TOKENS * SOLVED_PITCH];        // diagonal 8 x 8 blocks of (I + L)^-1, transposed
-  // The two 16 x 16 blocks on the diagonal of Ab, transposed: row j is column j of Ab; and, in vectors 2 and 3 of rows
-  // 0..15, minus the block below the diagonal of Kd Ki^T. Rows as of aq.
+  // The two 16 x 16 blocks on the diagonal of Ab, transposed: row j is column j of Ab; and in the place of the other two
+  // minus the block below the diagonal of Kd Ki^T, see fold.cuh. Rows as of aq.
   alignas(1024) char inverse[GROUPS][TOKENS * TOKENS * 2];
   float4 offset[GROUPS][128];    // each producer thread's own constants of the gate
   float slope[GROUPS][128];
