@@ -112,11 +112,9 @@ def fwd(
     flags = (output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, batch_invariant)
     tensors = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
     key = plan.signature(tensors, scale, lower_bound, *flags, impl, dispatch.generation())
-    known = None if key is None else _PLANS.get(key)
-    if known is not None:
-        problem = known.problem(tensors)
-        if problem is not None:
-            return _run(dispatch.implementation(known.impl), problem)
+    known = plan.find(_PLANS, key)
+    if known is not None and (addresses := known.addresses(tensors)) is not None:
+        return known.run(tensors, addresses, _run)
     impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
     problem = validate.forward(
         q,
@@ -139,7 +137,7 @@ def fwd(
         batch_invariant=batch_invariant,
     )
     implementation = dispatch.choose(problem.facts, impl)
-    new = None if key is None else plan.plan_of(implementation.name, problem, tensors)
+    new = plan.plan_of(implementation, problem, tensors)
     if key is not None and new is not None:
         if len(_PLANS) >= plan.MOST:
             _PLANS.clear()

@@ -7,15 +7,15 @@ in addresses and contents alone. Of these only two matter: whether a buffer lies
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kda import validate
-from kda.problem import VECTOR, Layout, Problem
+from kda.problem import VECTOR, Facts, Implementation, Layout, Output, Problem
 
 #: Kinds of call that are remembered; then all are forgotten.
 MOST = 1024
@@ -25,7 +25,10 @@ TENSORS = (
     *("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias"),
     *("initial_state", "final_state", "cu_seqlens"),
 )
-_OUT, _INITIAL, _FINAL = (TENSORS.index(name) for name in ("out", "initial_state", "final_state"))
+_OUT, _INITIAL, _FINAL, _OFFSETS = (
+    TENSORS.index(name) for name in ("out", "initial_state", "final_state", "cu_seqlens")
+)
+_BUFFERS = (_OUT, _FINAL)
 _PARAMETERS = (TENSORS.index("A_log"), TENSORS.index("dt_bias"))
 #: Those whose rows are asked to be of whole vectors; see `problem.aligned`.
 _ROWS = frozenset(TENSORS.index(name) for name in ("q", "k", "v", "g", "out", "initial_state", "final_state"))
@@ -35,31 +38,50 @@ Tensors = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """impl:  name of the implementation.
+    """impl:   the implementation.
     fields: of the problem, but for the tensors.
     extents: index and bytes of every tensor that is there, and whether its rows are asked to be of whole vectors.
     views:  shapes of A_log and dt_bias in the problem, where the caller's are others.
     """
 
-    impl: str
+    impl: Implementation
     fields: dict[str, Any]
     extents: tuple[tuple[int, int, bool], ...]
     views: tuple[tuple[str, tuple[int, ...]], ...]
 
-    def problem(self, tensors: Tensors) -> Problem | None:
-        """The problem of a call with the plan's signature; None if its addresses need a closer look."""
-        spans = {}
+    @property
+    def facts(self) -> Facts:
+        return cast(Facts, self.fields["facts"])
+
+    def addresses(self, tensors: Tensors) -> list[int] | None:
+        """Of a call with the plan's signature, 0 for what is not there; None if they need a closer look."""
+        addresses = [0] * len(tensors)
+        spans = []
         bits = 0
         for i, size, row in self.extents:
-            start = tensors[i].data_ptr()  # type: ignore[union-attr]
+            start = addresses[i] = tensors[i].data_ptr()  # type: ignore[union-attr]
             if row:
                 bits |= start
-            spans[i] = start, start + size
+            spans.append((i, start, start + size))
         if bits % VECTOR:
             return None
-        for buffer in (_OUT, _FINAL):
-            if buffer in spans and _meets(buffer, spans, tensors):
-                return None
+        for buffer, own_start, own_stop in spans:
+            if buffer in _BUFFERS:
+                for i, start, stop in spans:
+                    if start < own_stop and own_start < stop and i != buffer and not _in_place(i, buffer, tensors):
+                        return None
+        return addresses
+
+    def run(
+        self, tensors: Tensors, addresses: list[int], fallback: Callable[[Implementation, Problem], Output]
+    ) -> Output:
+        """The call, by the implementation's own short cut if it has one; `fallback` runs it as any other."""
+        validate.contents(tensors[0], tensors[3], self.facts.gate, tensors[_OFFSETS])  # type: ignore[arg-type]
+        result = self.impl.again(self, tensors, addresses) if self.impl.again is not None else None
+        return result if result is not None else fallback(self.impl, self.problem(tensors))
+
+    def problem(self, tensors: Tensors) -> Problem:
+        """The problem of a call with the plan's signature."""
         problem = object.__new__(Problem)  # as its constructor would, in a tenth of the time
         fields = problem.__dict__
         fields.update(self.fields)
@@ -70,23 +92,20 @@ class Plan:
         if offsets is not None:
             layout = self.fields["layout"]
             fields["layout"] = Layout(layout.batch, layout.tokens, offsets)
-        validate.contents(tensors[0], tensors[3], self.fields["facts"].gate, offsets)  # type: ignore[arg-type]
         return problem
 
 
-def _meets(buffer: int, spans: dict[int, tuple[int, int]], tensors: Tensors) -> bool:
-    """Whether a buffer's span lies on another tensor's, but for a state that is updated in place."""
-    own = spans[buffer]
-    for i, other in spans.items():
-        if i != buffer and validate.meet(own, other):
-            in_place = buffer == _FINAL and i == _INITIAL
-            if not in_place or not validate.same(tensors[_INITIAL], tensors[_FINAL]):  # type: ignore[arg-type]
-                return True
-    return False
+def _in_place(i: int, buffer: int, tensors: Tensors) -> bool:
+    """Whether a buffer that lies on another tensor is the state, updated where it is."""
+    initial, final = tensors[_INITIAL], tensors[_FINAL]
+    return buffer == _FINAL and i == _INITIAL and final is not None and validate.same(initial, final)
 
 
 def signature(tensors: Tensors, *rest: Hashable) -> Hashable | None:
-    """What two calls share that one plan serves; None for a call that must always be looked at."""
+    """What two calls share that one plan serves; None for a call that must always be looked at.
+
+    It may hold what cannot be hashed: then the arguments are wrong, and validation says how.
+    """
     parts: list[Hashable] = [torch.is_inference_mode_enabled(), *rest, *map(type, rest)]
     grad = torch.is_grad_enabled()
     try:
@@ -99,14 +118,20 @@ def signature(tensors: Tensors, *rest: Hashable) -> Hashable | None:
                 parts += (x.shape, x.stride(), x.dtype, x.device)
         for buffer in (tensors[_OUT], tensors[_FINAL]):
             parts.append(buffer is not None and buffer.is_inference())
-        key = tuple(parts)
-        hash(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensors, or none that has strides: validation says what
         return None
-    return key
+    return tuple(parts)
 
 
-def plan_of(impl: str, problem: Problem, tensors: Tensors) -> Plan | None:
+def find(plans: Mapping[Hashable, Plan], key: Hashable | None) -> Plan | None:
+    """The plan of a signature, if there is one."""
+    try:
+        return plans.get(key)
+    except TypeError:  # not hashable
+        return None
+
+
+def plan_of(impl: Implementation, problem: Problem, tensors: Tensors) -> Plan | None:
     """What is remembered of a validated call; None where validation had to copy something or addresses are odd."""
     views = []
     for i in _PARAMETERS:

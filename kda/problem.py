@@ -214,6 +214,8 @@ class Implementation:
     build:        None where there is nothing to build. Else `build(force=False, verbose=False)` makes it available and
                   returns where it is. Raises `Missing` if it cannot begin here, RuntimeError if the build failed.
     notes:        what it would do that a caller may want to know, such as a copy of a strided input.
+    again:        `fwd` for a repeated call, where only addresses and contents are new, from a `plan.Plan`, the tensors
+                  in the order of `plan.TENSORS`, and their addresses. None if it has to be `fwd` after all.
     """
 
     name: str
@@ -224,3 +226,4 @@ class Implementation:
     unavailable: Callable[[], str | None] = field(default=_available)
     build: Callable[..., Path] | None = None
     notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])
+    again: Callable[[Any, tuple[Tensor | None, ...], list[int]], Output | None] | None = None

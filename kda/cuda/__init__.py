@@ -7,8 +7,10 @@ that is imported before it is needed.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kda.numerics import (
     SM90_CARRIED,
@@ -20,6 +22,9 @@ from kda.numerics import (
     unit_roundoff,
 )
 from kda.problem import Facts, GateKind, Implementation, Output, Problem
+
+if TYPE_CHECKING:
+    from kda.plan import Plan
 
 #: Bits of exponent that the operands of a chunk need beside the gate's.
 OPERAND_BITS = 20.0
@@ -95,12 +100,19 @@ def _fwd(problem: Problem) -> Output:
     return fwd(problem)
 
 
+def _again(plan: Plan, tensors: tuple[Tensor | None, ...], addresses: list[int]) -> Output | None:
+    from kda.cuda.fwd import again
+
+    return again(plan, tensors, addresses)
+
+
 IMPL = Implementation(
     name="cuda",
     summary="one fused CUTLASS kernel for Hopper; bounded gate, bf16, K = V = 128",
     reasons=_reasons,
     rounding=_rounding,
     fwd=_fwd,
+    again=_again,
     unavailable=_unavailable,
     build=_build,
     notes=_notes,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kda.cuda import library
-from kda.cuda.params import DTYPES, TENSORS, FwdParams
+from kda.cuda.params import DTYPES, FwdParams
+from kda.plan import TENSORS, Plan
 from kda.problem import Output, Problem
+
+#: The addresses, which the structure begins with.
+_ADDRESSES = struct.Struct(f"{len(TENSORS)}P")
+_OUT, _FINAL = TENSORS.index("out"), TENSORS.index("final_state")
 
 
 def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> FwdParams:
@@ -43,6 +49,24 @@ def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> FwdParam
     return p
 
 
+def _stream(device: torch.device) -> int:
+    """The current stream's handle, by the call that torch's own generated code makes: no Stream object."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device.index)
+
+
+def _launch(p: FwdParams, addresses: Sequence[int], device: torch.device) -> None:
+    """One launch on the device's current stream. `p` is not changed: calls in other threads have it too."""
+    p = FwdParams.from_buffer_copy(p)
+    _ADDRESSES.pack_into(p, 0, *addresses)
+    if torch.cuda.current_device() == device.index:
+        error = library.load().kda_fwd_sm90(p, _stream(device))
+    else:
+        with torch.cuda.device(device):
+            error = library.load().kda_fwd_sm90(p, _stream(device))
+    library.check(error)
+
+
 def fwd(problem: Problem) -> Output:
     """`kda.fwd` in one launch. Memory beyond inputs and outputs: none, but for tensors that must be copied first."""
     facts = problem.facts
@@ -53,22 +77,34 @@ def fwd(problem: Problem) -> Output:
             tensors[name] = tensors[name].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
     out, final = problem.buffers(fresh=facts.unaligned)
     tensors["out"], tensors["final_state"] = out, final
-    device = problem.q.device
     if facts.N * facts.HV == 0:
         out.zero_()
 
     known = problem.memo.get("cuda")
     if known is None:
         known = problem.memo["cuda"] = _parameters(problem, tensors)
-    p = FwdParams.from_buffer_copy(known)  # calls in other threads have their own
-    for name, x in tensors.items():
-        if x is not None:
-            setattr(p, name, x.data_ptr())
-    with torch.cuda.device(device) if torch.cuda.current_device() != device.index else contextlib.nullcontext():
-        library.check(library.load().kda_fwd_sm90(p, torch.cuda.current_stream(device).cuda_stream))
+    _launch(known, [0 if x is None else x.data_ptr() for x in tensors.values()], problem.q.device)
 
     if problem.out is not None and out is not problem.out:
         out = problem.out.copy_(out)
     if problem.final_state is not None and final is not problem.final_state and final is not None:
         final = problem.final_state.copy_(final)
+    return Output(out, final)
+
+
+def again(plan: Plan, tensors: tuple[Tensor | None, ...], addresses: list[int]) -> Output | None:
+    """`fwd` of a repeated call: parameters as they were, but for the addresses."""
+    facts = plan.facts
+    known = plan.fields["memo"].get("cuda")
+    if known is None or facts.N * facts.HV == 0:
+        return None
+    q, out, final = tensors[0], tensors[_OUT], tensors[_FINAL]
+    device = q.device  # type: ignore[union-attr]
+    if out is None:
+        out = torch.empty(facts.B, facts.T, facts.HV, facts.V, dtype=facts.dtype, device=device)
+        addresses[_OUT] = out.data_ptr()
+    if final is None and facts.final_state:
+        final = torch.empty(facts.N, facts.HV, facts.V, facts.K, dtype=facts.state_dtype, device=device)
+        addresses[_FINAL] = final.data_ptr()
+    _launch(known, addresses, device)
     return Output(out, final)

@@ -6,16 +6,16 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
+from kda.plan import TENSORS
+
 #: enum kda_dtype; 0 is "none".
 DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 4}
 
-#: The tensors, in the structure's order.
-TENSORS = ("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens")
 _STRIDES = ("q", "k", "v", "g", "beta", "out", "initial", "final")
 
 
 class FwdParams(Structure):
-    """struct kda_fwd_params."""
+    """struct kda_fwd_params. It begins with the tensors' addresses, in `kda.fwd`'s order."""
 
     _fields_ = [
         *((name, c_void_p) for name in TENSORS),
