@@ -15,16 +15,11 @@ import torch
 from torch import Tensor
 
 from kda import validate
-from kda.problem import VECTOR, Facts, Implementation, Layout, Output, Problem
+from kda.problem import TENSORS, VECTOR, Facts, Implementation, Layout, Output, Problem
 
 #: Kinds of call that are remembered; then all are forgotten.
 MOST = 1024
 
-#: The tensors of a call, in `kda.fwd`'s order.
-TENSORS = (
-    *("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias"),
-    *("initial_state", "final_state", "cu_seqlens"),
-)
 _OUT, _INITIAL, _FINAL, _OFFSETS = (
     TENSORS.index(name) for name in ("out", "initial_state", "final_state", "cu_seqlens")
 )
@@ -77,7 +72,11 @@ class Plan:
     ) -> Output:
         """The call, by the implementation's own short cut if it has one; `fallback` runs it as any other."""
         validate.contents(tensors[0], tensors[3], self.facts.gate, tensors[_OFFSETS])  # type: ignore[arg-type]
-        result = self.impl.again(self, tensors, addresses) if self.impl.again is not None else None
+        result = (
+            self.impl.again(self.facts, self.fields["memo"], tensors, addresses)
+            if self.impl.again is not None
+            else None
+        )
         return result if result is not None else fallback(self.impl, self.problem(tensors))
 
     def problem(self, tensors: Tensors) -> Problem:

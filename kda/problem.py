@@ -33,6 +33,13 @@ class Output(NamedTuple):
 VECTOR = 16
 
 
+#: The tensors of a call, in `kda.fwd`'s order.
+TENSORS = (
+    *("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias"),
+    *("initial_state", "final_state", "cu_seqlens"),
+)
+
+
 def aligned(x: Tensor, unit: int = VECTOR) -> bool:
     """Whether the last dimension is contiguous and every row of it starts at a multiple of `unit` bytes.
 
@@ -214,8 +221,8 @@ class Implementation:
     build:        None where there is nothing to build. Else `build(force=False, verbose=False)` makes it available and
                   returns where it is. Raises `Missing` if it cannot begin here, RuntimeError if the build failed.
     notes:        what it would do that a caller may want to know, such as a copy of a strided input.
-    again:        `fwd` for a repeated call, where only addresses and contents are new, from a `plan.Plan`, the tensors
-                  in the order of `plan.TENSORS`, and their addresses. None if it has to be `fwd` after all.
+    again:        `fwd` for a repeated call, where only addresses and contents are new, from the problem's facts and memo,
+                  the tensors in the order of TENSORS, and their addresses. None if it has to be `fwd` after all.
     """
 
     name: str
@@ -226,4 +233,4 @@ class Implementation:
     unavailable: Callable[[], str | None] = field(default=_available)
     build: Callable[..., Path] | None = None
     notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])
-    again: Callable[[Any, tuple[Tensor | None, ...], list[int]], Output | None] | None = None
+    again: Callable[[Facts, dict[str, Any], tuple[Tensor | None, ...], list[int]], Output | None] | None = None

@@ -7,7 +7,7 @@ that is imported before it is needed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from kda.numerics import (
     unit_roundoff,
 )
 from kda.problem import Facts, GateKind, Implementation, Output, Problem
-
-if TYPE_CHECKING:
-    from kda.plan import Plan
 
 #: Bits of exponent that the operands of a chunk need beside the gate's.
 OPERAND_BITS = 20.0
@@ -100,10 +97,12 @@ def _fwd(problem: Problem) -> Output:
     return fwd(problem)
 
 
-def _again(plan: Plan, tensors: tuple[Tensor | None, ...], addresses: list[int]) -> Output | None:
+def _again(
+    facts: Facts, memo: dict[str, Any], tensors: tuple[Tensor | None, ...], addresses: list[int]
+) -> Output | None:
     from kda.cuda.fwd import again
 
-    return again(plan, tensors, addresses)
+    return again(facts, memo, tensors, addresses)
 
 
 IMPL = Implementation(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda.cuda import library
 from kda.cuda.params import DTYPES, FwdParams
-from kda.plan import TENSORS, Plan
-from kda.problem import Output, Problem
+from kda.problem import TENSORS, Facts, Output, Problem
 
 #: The addresses, which the structure begins with.
 _ADDRESSES = struct.Struct(f"{len(TENSORS)}P")
@@ -92,10 +92,11 @@ def fwd(problem: Problem) -> Output:
     return Output(out, final)
 
 
-def again(plan: Plan, tensors: tuple[Tensor | None, ...], addresses: list[int]) -> Output | None:
+def again(
+    facts: Facts, memo: dict[str, Any], tensors: tuple[Tensor | None, ...], addresses: list[int]
+) -> Output | None:
     """`fwd` of a repeated call: parameters as they were, but for the addresses."""
-    facts = plan.facts
-    known = plan.fields["memo"].get("cuda")
+    known = memo.get("cuda")
     if known is None or facts.N * facts.HV == 0:
         return None
     q, out, final = tensors[0], tensors[_OUT], tensors[_FINAL]

@@ -6,7 +6,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-from kda.plan import TENSORS
+from kda.problem import TENSORS
 
 #: enum kda_dtype; 0 is "none".
 DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 4}
