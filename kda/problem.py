@@ -221,7 +221,7 @@ class Implementation:
     build:        None where there is nothing to build. Else `build(force=False, verbose=False)` makes it available and
                   returns where it is. Raises `Missing` if it cannot begin here, RuntimeError if the build failed.
     notes:        what it would do that a caller may want to know, such as a copy of a strided input.
-    again:        `fwd` for a repeated call, where only addresses and contents are new: the problem's facts and memo, the
+    again:        `fwd` for a repeated call, where only addresses and contents are new: from the facts and memo, the
                   tensors in the order of TENSORS, their addresses. None if it has to be `fwd` after all.
     """
 
