@@ -14,7 +14,7 @@ from targets import HOPPER, parameter
 from torch import Tensor
 
 import kda
-from kda import api
+from kda import api, dispatch, validate
 from kda.cuda.params import FwdParams
 from kda.problem import aligned
 from kda.testing.cases import Case, arguments, within_hopper
@@ -83,14 +83,28 @@ def test_weights_that_no_sigmoid_gives(impl: str, weight: float, tokens: int) ->
 
 @gpu
 @on_gpu
-def test_more_tasks_than_multiprocessors(impl: str) -> None:
-    """A CTA takes several (sequence, head) tasks, its pipeline running through; as one by one."""
-    case = within_hopper(Case(lengths=(33, 0, 64, 1, 100, 7, 0, 32), H=8, group=8))
+@pytest.mark.parametrize("initial_state", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "H", "group"),
+    [
+        ((33, 0, 64, 1, 100, 7, 0, 32), 8, 8),  # heads go to who has the least
+        ((40, 40, 40), 8, 8),  # of one length
+        (tuple(7 * n % 67 for n in range(70)), 1, 2),  # longest first, forth and back
+        (tuple(7 * n % 67 for n in range(300)), 1, 1),  # as they come
+        (tuple(7 * n % 67 for n in range(1100)), 1, 1),  # offsets from memory
+    ],
+)
+def test_more_tasks_than_multiprocessors(
+    impl: str, lengths: tuple[int, ...], H: int, group: int, initial_state: bool
+) -> None:
+    """A CTA takes several (sequence, head) tasks, however dealt, its pipeline running through; as one by one."""
+    case = within_hopper(Case(lengths=lengths, H=H, group=group, initial_state=initial_state))
     call = arguments(case, "cuda")
     whole = kda.fwd(**call, impl=impl)
     bounds = call["cu_seqlens"].tolist()
     for n, (start, stop) in enumerate(pairwise(bounds)):
-        one: dict[str, Any] = dict(call, cu_seqlens=None, initial_state=call["initial_state"][n : n + 1])
+        state = call["initial_state"][n : n + 1] if initial_state else None
+        one: dict[str, Any] = dict(call, cu_seqlens=None, initial_state=state)
         one |= {name: call[name][:, start:stop] for name in ("q", "k", "v", "g", "beta")}
         alone = kda.fwd(**one, impl=impl)
         assert torch.equal(alone.o, whole.o[:, start:stop])
@@ -121,8 +135,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.raw: list[bytes] = []
 
     def kda_fwd_sm90(self, p: FwdParams, stream: int) -> int:
+        self.raw.append(bytes(p))
         self.calls.append({name: getattr(p, name) for name, *_ in FwdParams._fields_} | {"stream": stream})
         return 0
 
@@ -240,3 +256,29 @@ def test_a_call_of_nothing(record: Recorder) -> None:
     from kda.cuda.fwd import fwd
 
     assert not fwd(result).o.any()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_repeated_call_launches_the_same(record: Recorder, monkeypatch: pytest.MonkeyPatch, given: bool) -> None:
+    """From the plan to the launch: the parameters of the same call on its own, byte for byte, its own addresses in."""
+    ready = replace(dispatch.implementation("cuda"), reasons=lambda facts: [], unavailable=lambda: None)
+    monkeypatch.setattr(dispatch, "choose", lambda facts, impl: ready)
+    validated: list[int] = []
+    original = validate.forward
+    monkeypatch.setattr(validate, "forward", lambda *args, **flags: validated.append(1) or original(*args, **flags))
+    monkeypatch.setattr(api, "_PLANS", {})
+    for seed in (1, 2):
+        call = arguments(within_hopper(Case(lengths=(20, 0, 5), H=2, group=2, seed=seed)))
+        if given:
+            call |= {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
+        short = kda.fwd(**call, impl="cuda")
+        plans, api._PLANS = api._PLANS, {}
+        alone = kda.fwd(**call, impl="cuda")
+        api._PLANS = plans
+        assert (alone.o.shape, alone.final_state.shape) == (short.o.shape, short.final_state.shape)  # type: ignore
+        a, b = (FwdParams.from_buffer_copy(x) for x in record.raw[-2:])
+        assert (a.q, a.out, a.final_state) == tuple(x.data_ptr() for x in (call["q"], *short))  # type: ignore
+        if not given:
+            b.out, b.final_state = a.out, a.final_state
+        assert bytes(a) == bytes(b)
+    assert len(validated) == 3  # all but the one that had a plan

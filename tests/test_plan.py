@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 import kda
-import kda.cuda.fwd
 from kda import api, dispatch, validate
-from kda.cuda import library
-from kda.cuda.params import FwdParams
 from kda.plan import MOST
-from kda.testing.cases import Case, arguments, within_hopper
+from kda.testing.cases import Case, arguments
 
 CASE = Case(lengths=(20, 0, 5), H=2, group=2, V=8, dtype="float32")
 
@@ -150,47 +147,3 @@ def test_the_memory_of_calls_is_bounded() -> None:
     for n in range(MOST + 5):
         kda.fwd(**call, scale=1.0 + n)
     assert 0 < len(api._PLANS) <= MOST
-
-
-class Recorder:
-    """In place of the Hopper library: keeps the parameters of every launch."""
-
-    def __init__(self) -> None:
-        self.launches: list[bytes] = []
-
-    def kda_fwd_sm90(self, parameters: Any, stream: int) -> int:
-        self.launches.append(bytes(parameters))
-        return 0
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """The Hopper kernel takes tensors of the CPU, and calls no device."""
-    made = Recorder()
-    monkeypatch.setattr(library, "load", lambda: made)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(kda.cuda.fwd, "_stream", lambda device: 0)
-    hopper = replace(dispatch.implementation("cuda"), reasons=lambda facts: [], unavailable=lambda: None)
-    monkeypatch.setattr(dispatch, "choose", lambda facts, impl: hopper)
-    return made
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_the_hopper_kernels_short_cut_launches_the_same(recorder: Recorder, validated: list[int], given: bool) -> None:
-    """Parameters of a repeated call are those of the same call on its own, byte for byte, with its own addresses."""
-    for seed in (1, 2):
-        call = arguments(within_hopper(Case(lengths=(20, 0, 5), H=2, group=2, seed=seed)))
-        call |= buffers(call) if given else {"output_final_state": True}
-        short = kda.fwd(**call, impl="cuda")
-        api._PLANS, kept = {}, api._PLANS
-        alone = kda.fwd(**call, impl="cuda")
-        api._PLANS = kept
-        a, b = (FwdParams.from_buffer_copy(x) for x in recorder.launches[-2:])
-        assert (a.out, a.final_state) == (short.o.data_ptr(), short.final_state.data_ptr())  # type: ignore[union-attr]
-        assert a.q == call["q"].data_ptr()
-        if not given:
-            b.out, b.final_state = a.out, a.final_state
-        assert bytes(a) == bytes(b)
-        assert alone.o.shape == short.o.shape
-        assert alone.final_state.shape == short.final_state.shape  # type: ignore[union-attr]
-    assert len(validated) == 3  # all but the one that had a plan
