@@ -114,7 +114,7 @@ def fwd(
     key = plan.signature(tensors, scale, lower_bound, *flags, impl, dispatch.generation())
     known = plan.find(_PLANS, key)
     if known is not None and (addresses := known.addresses(tensors)) is not None:
-        return known.run(tensors, addresses, _run)
+        return known.run(dispatch.implementation(known.impl), tensors, addresses, _run)
     impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
     problem = validate.forward(
         q,
@@ -137,7 +137,7 @@ def fwd(
         batch_invariant=batch_invariant,
     )
     implementation = dispatch.choose(problem.facts, impl)
-    new = plan.plan_of(implementation, problem, tensors)
+    new = plan.plan_of(implementation.name, problem, tensors)
     if key is not None and new is not None:
         if len(_PLANS) >= plan.MOST:
             _PLANS.clear()

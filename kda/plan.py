@@ -33,13 +33,13 @@ Tensors = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """impl:   the implementation.
+    """impl:  name of the implementation.
     fields: of the problem, but for the tensors.
     extents: index and bytes of every tensor that is there, and whether its rows are asked to be of whole vectors.
     views:  shapes of A_log and dt_bias in the problem, where the caller's are others.
     """
 
-    impl: Implementation
+    impl: str
     fields: dict[str, Any]
     extents: tuple[tuple[int, int, bool], ...]
     views: tuple[tuple[str, tuple[int, ...]], ...]
@@ -68,16 +68,17 @@ class Plan:
         return addresses
 
     def run(
-        self, tensors: Tensors, addresses: list[int], fallback: Callable[[Implementation, Problem], Output]
+        self,
+        implementation: Implementation,
+        tensors: Tensors,
+        addresses: list[int],
+        fallback: Callable[[Implementation, Problem], Output],
     ) -> Output:
         """The call, by the implementation's own short cut if it has one; `fallback` runs it as any other."""
-        validate.contents(tensors[0], tensors[3], self.facts.gate, tensors[_OFFSETS])  # type: ignore[arg-type]
-        result = (
-            self.impl.again(self.facts, self.fields["memo"], tensors, addresses)
-            if self.impl.again is not None
-            else None
-        )
-        return result if result is not None else fallback(self.impl, self.problem(tensors))
+        facts, again = self.facts, implementation.again
+        validate.contents(tensors[0], tensors[3], facts.gate, tensors[_OFFSETS])  # type: ignore[arg-type]
+        result = None if again is None else again(facts, self.fields["memo"], tensors, addresses)
+        return fallback(implementation, self.problem(tensors)) if result is None else result
 
     def problem(self, tensors: Tensors) -> Problem:
         """The problem of a call with the plan's signature."""
@@ -130,7 +131,7 @@ def find(plans: Mapping[Hashable, Plan], key: Hashable | None) -> Plan | None:
         return None
 
 
-def plan_of(impl: Implementation, problem: Problem, tensors: Tensors) -> Plan | None:
+def plan_of(impl: str, problem: Problem, tensors: Tensors) -> Plan | None:
     """What is remembered of a validated call; None where validation had to copy something or addresses are odd."""
     views = []
     for i in _PARAMETERS:
