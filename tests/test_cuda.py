@@ -83,6 +83,17 @@ def test_weights_that_no_sigmoid_gives(impl: str, weight: float, tokens: int) ->
 
 @gpu
 @on_gpu
+@pytest.mark.parametrize("bound", [-5.04, -5.0, -1e-3, 0.0])
+def test_channels_that_never_decay(impl: str, bound: float) -> None:
+    """Beside others that do, at the edge of the exponents' budget too, where a factor of Kr is largest."""
+    call = arguments(MODEL, "cuda") | {"lower_bound": bound}
+    call["g"] = torch.where(torch.arange(128, device="cuda") % 3 == 0, -torch.inf, call["g"])
+    d = judge_call(call, impl)
+    assert d.accepted, d
+
+
+@gpu
+@on_gpu
 @pytest.mark.parametrize("initial_state", [True, False])
 @pytest.mark.parametrize(
     ("lengths", "H", "group"),

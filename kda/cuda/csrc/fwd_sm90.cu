@@ -3,6 +3,7 @@
 // One persistent CTA per multiprocessor takes (sequence, value head) tasks. 640 threads: two consumer warpgroups hold
 // the state, two producer warpgroups prepare chunks in turn, and the warps of a fifth bring tiles in, look at rows, and
 // invert triangles.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
       s.raw_gate[i].init(1), s.raw[i].init(1), s.ready[i].init(2);
       s.full[i].init(4), s.read[i].init(8), s.empty[i].init(8);
     }
-    for (int i = 0; i < GROUPS; ++i) s.lower_full[i].init(2), s.inverse_full[i].init(1);
+    for (int i = 0; i < GROUPS; ++i) s.lower_full[i].init(4), s.inverse_full[i].init(1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -113,7 +114,8 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
 
   Arguments args;
   args.p = *p;
-  args.anchor = static_cast<int>(std::lround(16.0 * std::fabs(p->lower_bound) * kda::LOG2E));
+  // Not more than Kr's one factor in fp16 leaves room for, see decay.cuh; bounds past -5 have a little less below then.
+  args.anchor = std::min(static_cast<int>(std::lround(16.0 * std::fabs(p->lower_bound) * kda::LOG2E)), 127 - SM90_FP16_BITS);
   if (p->B * p->T > 0) {
     if (cudaError_t error = tensor_map(args.q, p->q, p->q_stride, p->B, p->T, p->H)) return error;
     if (cudaError_t error = tensor_map(args.k, p->k, p->k_stride, p->B, p->T, p->H)) return error;

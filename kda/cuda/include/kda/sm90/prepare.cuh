@@ -179,7 +179,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
       case 2: mask_queries<FP16, false>(d, exact, lane, m); break;
       default: mask_queries<FP16, true>(d, exact, lane, m);
     }
-    if (warp < 2) arrive_warp(s.lower_full[group]);
+    arrive_warp(s.lower_full[group]);  // of all: each warp's share of the scores has read Ki, which Ak will overwrite
 
     const int position = chunks.position;
     more = chunks.seek();
