@@ -60,7 +60,7 @@ class Plan:
             spans.append((i, start, start + size))
         if bits % VECTOR:
             return None
-        for buffer, own_start, own_stop in spans:
+        for buffer, own_start, own_stop in spans:  # `validate.meet` in line: 20 calls of it are 1 us
             if buffer in _BUFFERS:
                 for i, start, stop in spans:
                     if start < own_stop and own_start < stop and i != buffer and not _in_place(i, buffer, tensors):

@@ -142,6 +142,17 @@ class Facts:
     requires_grad: tuple[str, ...]
 
 
+def buffers(
+    facts: Facts, device: torch.device, out: Tensor | None, final: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`out` and `final`, new where they are not given; the second is None where no final state is asked for."""
+    if out is None:
+        out = torch.empty(facts.B, facts.T, facts.HV, facts.V, dtype=facts.dtype, device=device)
+    if final is None and facts.final_state:
+        final = torch.empty(facts.N, facts.HV, facts.V, facts.K, dtype=facts.state_dtype, device=device)
+    return out, final
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A validated call. Shapes as in `kda.fwd`; A_log is [HV] and dt_bias [HV, K] here."""
@@ -183,14 +194,9 @@ class Problem:
 
         The second is None where no final state is asked for.
         """
-        facts, device = self.facts, self.q.device
         out = None if "out" in fresh else self.out
         final = None if "final_state" in fresh else self.final_state
-        if out is None:
-            out = torch.empty(facts.B, facts.T, facts.HV, facts.V, dtype=facts.dtype, device=device)
-        if final is None and facts.final_state:
-            final = torch.empty(facts.N, facts.HV, facts.V, facts.K, dtype=facts.state_dtype, device=device)
-        return out, final
+        return buffers(self.facts, self.q.device, out, final)
 
     def output(self, o: Tensor, final_state: Tensor) -> Output:
         """What the call returns, from results of any dtype: rounded, and written to the caller's buffers if any."""

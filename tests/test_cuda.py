@@ -14,6 +14,7 @@ from targets import HOPPER, parameter
 from torch import Tensor
 
 import kda
+import kda.cuda.fwd
 from kda import api, dispatch, validate
 from kda.cuda.params import FwdParams
 from kda.problem import aligned
@@ -71,9 +72,7 @@ def test_parameters_of_another_dtype(impl: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("weight", "tokens"), [(3.0, 9), (2.0, 64), (1e-7, 64)])
 def test_weights_that_no_sigmoid_gives(impl: str, weight: float, tokens: int) -> None:
     """Given weights are of any size, also beyond the format that holds a sigmoid's; 3 doubles the state a token."""
-    case = within_hopper(
-        Case(lengths=(tokens,), keys="close", decay="slow", use_beta_sigmoid=False, initial_state=False)
-    )
+    case = Case(lengths=(tokens,), keys="close", decay="slow", use_beta_sigmoid=False, initial_state=False)
     call = arguments(within_hopper(case), "cuda")
     call["beta"] = torch.full_like(call["beta"], weight)
     d = judge_call(call, impl)
@@ -165,7 +164,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(library, "load", lambda: recorder)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 77}))
+    monkeypatch.setattr(kda.cuda.fwd, "_stream", lambda device: 77)
     return recorder
 
 
@@ -210,13 +209,13 @@ def test_the_device_of_the_tensors_is_the_current_one_at_the_launch(
         def __exit__(self, *_: object) -> None:
             events.append("leave")
 
-    def stream(device: torch.device) -> Any:
+    def stream(device: torch.device) -> int:
         events.append(("stream", device.index))
-        return type("Stream", (), {"cuda_stream": 5})
+        return 5
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", Entered)
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(fwd, "_stream", stream)
     problem = api.gather(**arguments(within_hopper(Case(lengths=(5,)))))[0]
     on_other = type(
         "OnOther", (), {"device": torch.device("cuda", 1), "__getattr__": lambda _, name: getattr(problem.q, name)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kda.cuda import library
 from kda.cuda.params import DTYPES, FwdParams
-from kda.problem import TENSORS, Facts, Output, Problem
+from kda.problem import TENSORS, Facts, Output, Problem, buffers
 
 #: The addresses, which the structure begins with.
 _ADDRESSES = struct.Struct(f"{len(TENSORS)}P")
@@ -99,13 +99,8 @@ def again(
     known = memo.get("cuda")
     if known is None or facts.N * facts.HV == 0:
         return None
-    q, out, final = tensors[0], tensors[_OUT], tensors[_FINAL]
-    device = q.device  # type: ignore[union-attr]
-    if out is None:
-        out = torch.empty(facts.B, facts.T, facts.HV, facts.V, dtype=facts.dtype, device=device)
-        addresses[_OUT] = out.data_ptr()
-    if final is None and facts.final_state:
-        final = torch.empty(facts.N, facts.HV, facts.V, facts.K, dtype=facts.state_dtype, device=device)
-        addresses[_FINAL] = final.data_ptr()
+    device = tensors[0].device  # type: ignore[union-attr]
+    out, final = buffers(facts, device, tensors[_OUT], tensors[_FINAL])
+    addresses[_OUT], addresses[_FINAL] = out.data_ptr(), 0 if final is None else final.data_ptr()
     _launch(known, addresses, device)
     return Output(out, final)

@@ -62,8 +62,7 @@ def judge_call(call: dict[str, Any], impl: str, meant: dict[str, Any] | None = N
 def judge(case: Case, impl: str, device: str | None = None) -> Deviation:
     """How far the implementation is from the oracle on this case."""
     result = run(case, impl, device)
-    rounding = dispatch.implementation(impl).rounding(facts_of(case))
-    return deviation(result, expected(case, rounding))
+    return deviation(result, expected(case, rounding_of(arguments(case), impl)))
 
 
 class Finding(AssertionError):

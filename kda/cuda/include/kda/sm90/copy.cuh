@@ -128,7 +128,7 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
           auto& half = stage.half[i / 8];
           const int at = swizzled(lane, i % 8);
           *reinterpret_cast<uint4*>((queries ? half.q : half.k) + at) = zero;
-          *reinterpret_cast<uint4*>((queries ? half.v : half.x[ring.use()]) + at) = queries ? zero : gate;
+          *reinterpret_cast<uint4*>((queries ? half.v : stage.gate(ring.use(), i / 8)) + at) = queries ? zero : gate;
         }
         publish();  // the next bulk copy into this row comes after these stores
       }
