@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Kinds of call that were validated and dispatched before, see `kda.plan`.
-_PLANS: dict[Hashable, plan.Plan] = {}
+_PLANS = plan.Plans()
 
 
 def fwd(
@@ -111,10 +111,10 @@ def fwd(
         )
     flags = (output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, batch_invariant)
     tensors = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
-    key = plan.signature(tensors, scale, lower_bound, *flags, impl, dispatch.generation())
-    known = plan.find(_PLANS, key)
-    if known is not None and (addresses := known.addresses(tensors)) is not None:
-        return known.run(dispatch.implementation(known.impl), tensors, addresses, _run)
+    key = plan.key_of(tensors, scale, lower_bound, *flags, impl, dispatch.generation())
+    known = _PLANS.find(key, present := plan.filled(tensors))
+    if known is not None and (result := known.run(dispatch.implementation(known.impl), present, _run)) is not None:
+        return result
     impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
     problem = validate.forward(
         q,
@@ -137,11 +137,9 @@ def fwd(
         batch_invariant=batch_invariant,
     )
     implementation = dispatch.choose(problem.facts, impl)
-    new = plan.plan_of(implementation.name, problem, tensors)
-    if key is not None and new is not None:
-        if len(_PLANS) >= plan.MOST:
-            _PLANS.clear()
-        _PLANS[key] = new
+    new = plan.plan_of(implementation.name, problem, present)
+    if new is not None and known is None:
+        _PLANS.add(key, new)
     return _run(implementation, problem)
 
 

@@ -7,26 +7,28 @@ in addresses and contents alone. Of these only two matter: whether a buffer lies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import reduce
+from operator import add, itemgetter, or_
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda import validate
-from kda.problem import TENSORS, VECTOR, Facts, Implementation, Layout, Output, Problem
+from kda.problem import ABSENT, TENSORS, VECTOR, Facts, GateKind, Implementation, Layout, Mark, Output, Problem
 
-#: Kinds of call that are remembered; then all are forgotten.
+#: Calls that are remembered; then all are forgotten.
 MOST = 1024
 
 _OUT, _INITIAL, _FINAL, _OFFSETS = (
     TENSORS.index(name) for name in ("out", "initial_state", "final_state", "cu_seqlens")
 )
-_BUFFERS = (_OUT, _FINAL)
 _PARAMETERS = (TENSORS.index("A_log"), TENSORS.index("dt_bias"))
 #: Those whose rows are asked to be of whole vectors; see `problem.aligned`.
-_ROWS = frozenset(TENSORS.index(name) for name in ("q", "k", "v", "g", "out", "initial_state", "final_state"))
+_rows = itemgetter(*map(TENSORS.index, ("q", "k", "v", "g", "out", "initial_state", "final_state")))
+_address = Tensor.data_ptr
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -34,58 +36,59 @@ Tensors = tuple[Tensor | None, ...]
 @dataclass(frozen=True)
 class Plan:
     """impl:  name of the implementation.
+    alike:  whether other tensors have what decides in common with the plan's; `ABSENT` for what is not there.
+    facts:  of the problem.
+    reads:  whether `validate.contents` has anything to look at.
     fields: of the problem, but for the tensors.
-    extents: index and bytes of every tensor that is there, and whether its rows are asked to be of whole vectors.
+    sizes:  bytes from the first to the last of every tensor, 0 for what is not there.
     views:  shapes of A_log and dt_bias in the problem, where the caller's are others.
     """
 
     impl: str
+    alike: Callable[..., bool]
+    facts: Facts
+    reads: bool
     fields: dict[str, Any]
-    extents: tuple[tuple[int, int, bool], ...]
+    sizes: tuple[int, ...]
     views: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @property
-    def facts(self) -> Facts:
-        return cast(Facts, self.fields["facts"])
-
-    def addresses(self, tensors: Tensors) -> list[int] | None:
-        """Of a call with the plan's signature, 0 for what is not there; None if they need a closer look."""
-        addresses = [0] * len(tensors)
-        spans = []
-        bits = 0
-        for i, size, row in self.extents:
-            start = addresses[i] = tensors[i].data_ptr()  # type: ignore[union-attr]
-            if row:
-                bits |= start
-            spans.append((i, start, start + size))
-        if bits % VECTOR:
-            return None
-        for buffer, own_start, own_stop in spans:  # `validate.meet` in line: 20 calls of it are 1 us
-            if buffer in _BUFFERS:
-                for i, start, stop in spans:
-                    if start < own_stop and own_start < stop and i != buffer and not _in_place(i, buffer, tensors):
-                        return None
-        return addresses
 
     def run(
         self,
         implementation: Implementation,
-        tensors: Tensors,
-        addresses: list[int],
+        tensors: list[Tensor],
         fallback: Callable[[Implementation, Problem], Output],
-    ) -> Output:
-        """The call, by the implementation's own short cut if it has one; `fallback` runs it as any other."""
-        facts, again = self.facts, implementation.again
-        validate.contents(tensors[0], tensors[3], facts.gate, tensors[_OFFSETS])  # type: ignore[arg-type]
-        result = None if again is None else again(facts, self.fields["memo"], tensors, addresses)
-        return fallback(implementation, self.problem(tensors)) if result is None else result
+    ) -> Output | None:
+        """A call that the plan serves: by the implementation's short cut if it has one, else by `fallback`.
 
-    def problem(self, tensors: Tensors) -> Problem:
-        """The problem of a call with the plan's signature."""
+        None if it needs a closer look.
+        """
+        facts = self.facts
+        if self.reads:
+            offsets = tensors[_OFFSETS] if facts.varlen else None
+            validate.contents(tensors[0], tensors[3], facts.gate, offsets)
+        if implementation.again is not None:
+            return implementation.again(facts, self.fields["memo"], tensors)
+        return fallback(implementation, self.problem(tensors)) if self.apart(tensors) else None
+
+    def apart(self, tensors: list[Tensor]) -> bool:
+        """Whether all is aligned, and no buffer lies on another tensor unless it is the state, updated where it is."""
+        addresses = [*map(_address, tensors)]
+        if reduce(or_, _rows(addresses)) % VECTOR:
+            return False
+        spans = [*zip(addresses, map(add, addresses, self.sizes), strict=True)]
+        for buffer in (_OUT, _FINAL):
+            for i, other in enumerate(spans):
+                in_place = buffer == _FINAL and i == _INITIAL and validate.same(tensors[i], tensors[buffer])
+                if i != buffer and validate.meet(spans[buffer], other) and not in_place:
+                    return False
+        return True
+
+    def problem(self, tensors: list[Tensor]) -> Problem:
+        """The problem of a call that the plan serves."""
         problem = object.__new__(Problem)  # as its constructor would, in a tenth of the time
         fields = problem.__dict__
         fields.update(self.fields)
-        fields.update(zip(TENSORS, tensors, strict=True))
+        fields.update((name, None if type(x) is Mark else x) for name, x in zip(TENSORS, tensors, strict=True))
         for name, shape in self.views:
             fields[name] = fields[name].view(shape)
         offsets = fields.pop("cu_seqlens")
@@ -95,58 +98,120 @@ class Plan:
         return problem
 
 
-def _in_place(i: int, buffer: int, tensors: Tensors) -> bool:
-    """Whether a buffer that lies on another tensor is the state, updated where it is."""
-    initial, final = tensors[_INITIAL], tensors[_FINAL]
-    return buffer == _FINAL and i == _INITIAL and final is not None and validate.same(initial, final)
+class Plans:
+    """Plans by what can be hashed of a call; the few that share it differ in what `alike` compares."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, list[Plan]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find(self, key: Hashable, tensors: list[Tensor]) -> Plan | None:
+        """The plan that serves a call, if there is one."""
+        try:
+            plans = self._plans.get(key)
+        except TypeError:  # not hashable: the arguments are wrong, and validation says how
+            return None
+        if plans is not None:
+            compared = _told_apart(tensors)
+            for plan in plans:
+                if plan.alike(*compared):
+                    return plan
+        return None
+
+    def add(self, key: Hashable, plan: Plan) -> None:
+        """Remember a validated call; the key can be hashed, as what was validated can."""
+        if self._count >= MOST:
+            self._plans, self._count = {}, 0
+        self._plans.setdefault(key, []).append(plan)
+        self._count += 1
 
 
-def signature(tensors: Tensors, *rest: Hashable) -> Hashable | None:
-    """What two calls share that one plan serves; None for a call that must always be looked at.
+def key_of(tensors: Tensors, *rest: Hashable) -> Hashable:
+    """What calls that one plan serves have in common, but for what `alike` compares. Of types too: True equals 1."""
+    q, offsets = tensors[0], tensors[_OFFSETS]
+    try:
+        shapes = q.shape, None if offsets is None else offsets.shape  # type: ignore[union-attr]
+        return (*shapes, torch.is_grad_enabled(), *rest, *map(type, rest))
+    except (AttributeError, RuntimeError):  # no tensors, or none that has a shape: validation says what
+        return None
 
-    It may hold what cannot be hashed: then the arguments are wrong, and validation says how.
+
+def filled(tensors: Tensors) -> list[Tensor]:
+    """The tensors, with `ABSENT` for what is not there."""
+    return [mark if x is None else x for x, mark in zip(tensors, ABSENT)]  # noqa: B905 (0.1 us)
+
+
+_IN_PLACE = torch.empty(1, device="cpu").as_subclass(Mark)
+
+
+def _told_apart(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, with a mark for a state that is updated in place: torch's guards refuse what comes twice."""
+    if tensors[_INITIAL] is tensors[_FINAL]:
+        tensors = [*tensors]
+        tensors[_FINAL] = _IN_PLACE
+    return tensors
+
+
+def _kind(x: Tensor) -> tuple[object, ...]:
+    """What decides, of a tensor."""
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.is_inference(), x.requires_grad
+
+
+def _alike_by_kind(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    known = (torch.is_inference_mode_enabled(), *map(_kind, tensors))
+
+    def alike(*others: Tensor) -> bool:
+        try:
+            return (torch.is_inference_mode_enabled(), *map(_kind, others)) == known
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, or none that has strides
+            return False
+
+    return alike
+
+
+def alike_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether others have the same shapes, strides, dtypes, devices, dispatch and `requires_grad`.
+
+    By the guards of torch.compile, one call for all tensors, where torch has them and they take these: the same by
+    `_kind` takes ten times as long.
     """
-    parts: list[Hashable] = [torch.is_inference_mode_enabled(), *rest, *map(type, rest)]
-    grad = torch.is_grad_enabled()
     try:
-        for x in tensors:
-            if x is None:
-                parts.append(None)
-            elif x.is_neg() or (grad and x.requires_grad):
-                return None
-            else:
-                parts += (x.shape, x.stride(), x.dtype, x.device)
-        for buffer in (tensors[_OUT], tensors[_FINAL]):
-            parts.append(buffer is not None and buffer.is_inference())
-    except (AttributeError, RuntimeError, TypeError):  # no tensors, or none that has strides: validation says what
-        return None
-    return tuple(parts)
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(x.shape) for x in tensors]
+        strides: Any = [list(x.stride()) for x in tensors]
+        check: Callable[..., bool] = TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
+        if check(*tensors):  # not where a tensor comes twice
+            return check
+    except (ImportError, TypeError):  # not part of torch's public interface
+        pass
+    return _alike_by_kind(tensors)
 
 
-def find(plans: Mapping[Hashable, Plan], key: Hashable | None) -> Plan | None:
-    """The plan of a signature, if there is one."""
-    try:
-        return plans.get(key)
-    except TypeError:  # not hashable
-        return None
+def plan_of(impl: str, problem: Problem, tensors: list[Tensor]) -> Plan | None:
+    """What is remembered of a validated call; None where the next one must be looked at again.
 
-
-def plan_of(impl: str, problem: Problem, tensors: Tensors) -> Plan | None:
-    """What is remembered of a validated call; None where validation had to copy something or addresses are odd."""
+    That is where validation had to copy something, addresses are odd, or a gradient is asked for.
+    """
     views = []
     for i in _PARAMETERS:
         given, used = tensors[i], getattr(problem, TENSORS[i])
-        if given is not None and given.shape != used.shape:
+        if used is None:
+            continue
+        if given.shape != used.shape:
             views.append((TENSORS[i], tuple(used.shape)))
-        if given is not None and (given.data_ptr() != used.data_ptr() or not given.is_contiguous()):
+        if given.data_ptr() != used.data_ptr() or not given.is_contiguous():
             return None
-    if problem.facts.unaligned:
+    if problem.facts.unaligned or problem.facts.requires_grad or any(x.is_neg() for x in tensors):
         return None
+    facts = problem.facts
     fields = {name: value for name, value in problem.__dict__.items() if name not in TENSORS}
     fields["layout"] = Layout(problem.layout.batch, problem.layout.tokens, None)
-    extents = []
-    for i, x in enumerate(tensors):
-        if x is not None:
-            start, stop = validate.extent(x)
-            extents.append((i, stop - start, i in _ROWS))
-    return Plan(impl, fields, tuple(extents), tuple(views))
+    sizes = tuple(stop - start for start, stop in map(validate.extent, tensors))
+    reads = facts.varlen or facts.gate is GateKind.GIVEN
+    return Plan(impl, alike_of(_told_apart(tensors)), facts, reads, fields, sizes, tuple(views))

@@ -40,6 +40,16 @@ TENSORS = (
 )
 
 
+class Mark(Tensor):
+    """A type of its own, so that no argument has it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+#: Stand for the tensors that a call has not, where calls are compared and addresses taken: theirs is 0.
+ABSENT: tuple[Tensor, ...] = tuple(torch.empty(0, device="cpu").as_subclass(Mark) for _ in TENSORS)
+
+
 def aligned(x: Tensor, unit: int = VECTOR) -> bool:
     """Whether the last dimension is contiguous and every row of it starts at a multiple of `unit` bytes.
 
@@ -227,8 +237,9 @@ class Implementation:
     build:        None where there is nothing to build. Else `build(force=False, verbose=False)` makes it available and
                   returns where it is. Raises `Missing` if it cannot begin here, RuntimeError if the build failed.
     notes:        what it would do that a caller may want to know, such as a copy of a strided input.
-    again:        `fwd` for a repeated call, where only addresses and contents are new: from the facts and memo, the
-                  tensors in the order of TENSORS, their addresses. None if it has to be `fwd` after all.
+    again:        `fwd` for a repeated call, where only addresses and contents are new: from the facts and memo, and
+                  the tensors in the order of TENSORS, `ABSENT` for what is not there. It has to look for buffers that
+                  lie on other tensors, and for addresses that are not aligned. None if validation has to look again.
     """
 
     name: str
@@ -239,4 +250,4 @@ class Implementation:
     unavailable: Callable[[], str | None] = field(default=_available)
     build: Callable[..., Path] | None = None
     notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])
-    again: Callable[[Facts, dict[str, Any], tuple[Tensor | None, ...], list[int]], Output | None] | None = None
+    again: Callable[[Facts, dict[str, Any], list[Tensor]], Output | None] | None = None

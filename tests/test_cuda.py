@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kda
 import kda.cuda.fwd
-from kda import api, dispatch, validate
+from kda import api, dispatch, plan, validate
 from kda.cuda.params import FwdParams
 from kda.problem import aligned
 from kda.testing.cases import Case, arguments, within_hopper
@@ -147,8 +147,9 @@ class Recorder:
         self.calls: list[dict[str, Any]] = []
         self.raw: list[bytes] = []
 
-    def kda_fwd_sm90(self, p: FwdParams, stream: int) -> int:
-        self.raw.append(bytes(p))
+    def kda_fwd_sm90(self, given: bytes, stream: int) -> int:
+        p = FwdParams.from_buffer_copy(given)
+        self.raw.append(given)
         self.calls.append({name: getattr(p, name) for name, *_ in FwdParams._fields_} | {"stream": stream})
         return 0
 
@@ -276,13 +277,13 @@ def test_a_repeated_call_launches_the_same(record: Recorder, monkeypatch: pytest
     validated: list[int] = []
     original = validate.forward
     monkeypatch.setattr(validate, "forward", lambda *args, **flags: validated.append(1) or original(*args, **flags))
-    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(api, "_PLANS", plan.Plans())
     for seed in (1, 2):
         call = arguments(within_hopper(Case(lengths=(20, 0, 5), H=2, group=2, seed=seed)))
         if given:
             call |= {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
         short = kda.fwd(**call, impl="cuda")
-        plans, api._PLANS = api._PLANS, {}
+        plans, api._PLANS = api._PLANS, plan.Plans()
         alone = kda.fwd(**call, impl="cuda")
         api._PLANS = plans
         assert (alone.o.shape, alone.final_state.shape) == (short.o.shape, short.final_state.shape)  # type: ignore

@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import kda.cuda
-from kda import dispatch
+from kda import api, dispatch, validate
 from kda.cuda import build, resources
-from kda.problem import Missing
+from kda.problem import TENSORS, Missing
+from kda.testing.cases import Case, arguments
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,6 +65,7 @@ def test_what_the_library_exports(library):
 
 def test_the_structures_are_those_of_the_header(tmp_path):
     """Every field of `FwdParams` lies where the C compiler puts it, and none is left out."""
+    from kda.cuda.library import REFUSED
     from kda.cuda.params import DTYPES, FwdParams
 
     lines = ["#include <stddef.h>", '#include "kda/fwd.h"']
@@ -74,12 +77,82 @@ def test_the_structures_are_those_of_the_header(tmp_path):
     for dtype, number in DTYPES.items():
         short = str(dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
         lines.append(f'_Static_assert(KDA_{short} == {number}, "{dtype}");')
+    lines.append(f'_Static_assert(KDA_REFUSED == {REFUSED}, "KDA_REFUSED");')
     (tmp_path / "fields.c").write_text("\n".join([*lines, ""]))
     tool("gcc", "-std=c11", "-fsyntax-only", f"-I{build.SOURCE / 'include'}", tmp_path / "fields.c")
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """`kda::refused` of extents.h, of a call as the kernel is given it."""
+    from kda.cuda import fwd
+
+    folder = tmp_path_factory.mktemp("extents")
+    lines = ['#include "kda/extents.h"', 'extern "C" int refused(const kda_fwd_params* p) { return kda::refused(*p); }']
+    (folder / "extents.cc").write_text("\n".join([*lines, ""]))
+    flags = ["-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCE / 'include'}"]
+    tool("g++", *flags, folder / "extents.cc", "-o", folder / "extents.so")
+    function = ctypes.CDLL(str(folder / "extents.so")).refused
+    function.argtypes = [ctypes.c_char_p]
+
+    def ask(call):
+        call = {"out": torch.empty_like(call["v"]), "final_state": None, **call}
+        problem = api.gather(**call)[0]
+        tensors = {name: call.get(name) for name in TENSORS}
+        addresses = [0 if x is None else x.data_ptr() for x in tensors.values()]
+        return bool(function(fwd._ADDRESSES.pack(*addresses) + fwd._parameters(problem, tensors)))
+
+    return ask
+
+
+@pytest.mark.parametrize("buffer", ["out", "final_state"])
+@pytest.mark.parametrize("other", [name for name in TENSORS if name != "final_state"])
+def test_buffers_on_other_tensors_are_refused(refused, monkeypatch, buffer, other):
+    """Before the first byte, over it, over the last one, and after it: as validation says."""
+    if buffer == other:
+        pytest.skip("a buffer is not compared with itself")
+    monkeypatch.setattr(validate, "_require_writable", lambda *_: None)
+    case = Case(lengths=(20, 0, 5), H=2, group=2, K=128, V=128)
+    call = arguments(case)
+    store = torch.zeros(1 << 23, dtype=torch.uint8)
+
+    def put(x, at):
+        """A tensor like x `at` bytes into the store, its rows apart."""
+        *strides, last = x.stride()
+        apart = (*(2 * stride for stride in strides), last) if x.ndim > 2 else x.stride()
+        return store.view(x.dtype).as_strided(x.shape, apart, at // x.element_size())
+
+    if other == "out":
+        call["out"] = torch.empty_like(call["v"])
+    made = torch.empty_like(call["v"] if buffer == "out" else call["initial_state"])
+    middle = 1 << 21
+    call[other] = put(call[other], middle)
+    length, size = (stop - start for start, stop in map(validate.extent, (call[other], put(made, 0))))
+    for at, expected in (
+        (middle - size, False),
+        (middle - size + 16, True),
+        (middle + (length - 1) // 16 * 16, True),
+        (middle + (length + 15) // 16 * 16, False),
+    ):
+        given = {**call, buffer: put(made, at)}
+        assert validate.meet(*map(validate.extent, (given[buffer], given[other]))) == expected
+        assert refused(given) == expected, at - middle
+
+
+def test_a_state_in_place_and_addresses(refused):
+    call = arguments(Case(lengths=(20, 0, 5), H=2, K=128, V=128))
+    assert not refused(call | {"final_state": call["initial_state"]})
+    assert not refused(call | {"A_log": None, "dt_bias": None, "initial_state": None, "cu_seqlens": None})
+    for name in ("q", "initial_state"):
+        x = call[name]
+        store = torch.zeros(x.numel() + 16, dtype=x.dtype)
+        first = -store.data_ptr() % 16 // x.element_size()
+        for shift in (0, 2):
+            assert refused(call | {name: store[first + shift : first + shift + x.numel()].view(x.shape)}) == bool(shift)
+
+
 def test_load(library):
-    from kda.cuda.library import abi, check, load, open_library
+    from kda.cuda.library import REFUSED, abi, check, load, open_library
 
     opened = load()
     assert load() is opened
@@ -88,6 +161,8 @@ def test_load(library):
     check(0)
     with pytest.raises(RuntimeError, match=r"the fwd kernel failed: out of memory \(CUDA error 2\)"):
         check(2, "the fwd kernel")
+    with pytest.raises(RuntimeError, match="a buffer lies on another tensor"):
+        check(REFUSED)
     with pytest.raises(RuntimeError, match=f"has ABI {abi()}, expected {abi() + 1}.*build --force"):
         open_library(library, abi() + 1)
     garbage = ctypes.util.find_library("m")

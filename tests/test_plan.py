@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 
 import kda
-from kda import api, dispatch, validate
-from kda.plan import MOST
+from kda import api, dispatch, plan, validate
+from kda.plan import MOST, Plans
+from kda.problem import ABSENT
 from kda.testing.cases import Case, arguments
 
 CASE = Case(lengths=(20, 0, 5), H=2, group=2, V=8, dtype="float32")
 
 
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_PLANS", {})
+@pytest.fixture(autouse=True, params=["guards", "kinds"])
+def _fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plans yet; tensors compared by torch's guards, and without them."""
+    monkeypatch.setattr(api, "_PLANS", Plans())
+    if request.param == "guards":
+        assert type(plan.alike_of(ABSENT)) is type(abs)  # no function of Python
+    else:
+        monkeypatch.setattr(plan, "alike_of", plan._alike_by_kind)
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def test_other_tensors_of_the_same_layout(validated: list[int], flat: bool) -> N
         result = kda.fwd(**call, **given)
         assert result.o is given["out"]
         assert result.final_state is given["final_state"]
-        api._PLANS, kept = {}, api._PLANS
+        api._PLANS, kept = Plans(), api._PLANS
         assert_same(result, kda.fwd(**call, **buffers(call)))
         api._PLANS = kept
     assert len(validated) == 1 + 3
@@ -87,7 +93,7 @@ def test_whatever_decides_is_in_the_signature(validated: list[int], name: str) -
     changed = call | CHANGES[name](call)
     result = kda.fwd(**changed)
     assert len(validated) == 2
-    api._PLANS.clear()
+    api._PLANS = Plans()
     fresh = kda.fwd(**changed)
     assert torch.equal(result.o, fresh.o)
     assert (result.final_state is None) == (fresh.final_state is None)
@@ -132,6 +138,54 @@ def test_addresses_off_a_vector_are_looked_at(validated: list[int]) -> None:
     kda.fwd(**dict(call, v=shifted))
     assert len(validated) == 2
     assert kda.explain(**dict(call, v=shifted)) is not None
+
+
+def test_a_gradient_asked_for_later_is_seen(validated: list[int]) -> None:
+    """Without grad mode a parameter is a tensor like any other; with it the call may have to go elsewhere."""
+    call = arguments(CASE)
+    call["q"].requires_grad_()
+    with torch.no_grad():
+        kda.fwd(**call)
+        assert not kda.fwd(**call).o.requires_grad
+    assert len(validated) == 1
+    assert kda.fwd(**call).o.requires_grad
+    assert kda.fwd(**call).o.requires_grad
+    assert len(validated) == 3
+    with torch.no_grad():
+        kda.fwd(**call)
+    assert len(validated) == 3
+
+
+def test_inference_mode_has_its_own_plans(validated: list[int]) -> None:
+    call = arguments(CASE)
+    kda.fwd(**call)
+    with torch.inference_mode():
+        made = kda.fwd(**call)
+        assert made.o.is_inference()
+        kda.fwd(**dict(call, v=call["v"] + 1))
+    assert len(validated) == 3
+    assert not kda.fwd(**call).o.is_inference()
+    assert len(validated) == 3
+
+
+def test_what_is_not_there_is_told_from_what_is(validated: list[int]) -> None:
+    """The stand-in for a tensor that is not given is no tensor that may be given."""
+    call = arguments(CASE)
+    kda.fwd(**dict(call, initial_state=None))
+    for name in ("initial_state", "out", "A_log"):
+        for x in (ABSENT[0].as_subclass(Tensor), torch.empty(0)):
+            with pytest.raises((TypeError, ValueError), match=name):
+                kda.fwd(**dict(call, **{name: x}))
+    assert not any(x.data_ptr() for x in ABSENT)
+
+
+def test_tensors_that_come_twice(validated: list[int]) -> None:
+    call = arguments(CASE)
+    call["k"] = call["q"]
+    expected = kda.fwd(**call)
+    for _ in range(3):
+        assert_same(kda.fwd(**call), expected)
+    assert len(validated) == 1
 
 
 def test_a_build_is_seen(validated: list[int]) -> None:

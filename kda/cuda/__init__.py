@@ -6,7 +6,10 @@ that is imported before it is needed.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -91,18 +94,17 @@ def _notes(facts: Facts) -> list[str]:
     return [f"copies {', '.join(facts.unaligned)}: rows must be contiguous and start at multiples of 16 bytes."]
 
 
+@functools.cache
+def _host() -> ModuleType:
+    return importlib.import_module("kda.cuda.fwd")
+
+
 def _fwd(problem: Problem) -> Output:
-    from kda.cuda.fwd import fwd
-
-    return fwd(problem)
+    return _host().fwd(problem)
 
 
-def _again(
-    facts: Facts, memo: dict[str, Any], tensors: tuple[Tensor | None, ...], addresses: list[int]
-) -> Output | None:
-    from kda.cuda.fwd import again
-
-    return again(facts, memo, tensors, addresses)
+def _again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output | None:
+    return _host().again(facts, memo, tensors)
 
 
 IMPL = Implementation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from kda.cuda import library
 from kda.cuda.params import DTYPES, FwdParams
-from kda.problem import TENSORS, Facts, Output, Problem, buffers
+from kda.problem import ABSENT, TENSORS, Facts, Mark, Output, Problem, buffers
 
 #: The addresses, which the structure begins with.
 _ADDRESSES = struct.Struct(f"{len(TENSORS)}P")
+_address = Tensor.data_ptr
 _OUT, _FINAL = TENSORS.index("out"), TENSORS.index("final_state")
 
 
-def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> FwdParams:
-    """All parameters but the addresses."""
+def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> bytes:
+    """All parameters but the addresses: what follows them in `FwdParams`."""
     facts = problem.facts
     p = FwdParams(
         B=facts.B,
@@ -46,7 +47,7 @@ def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> FwdParam
         p.dt_bias_stride, p.dt_bias_dtype = dt_bias.stride(), DTYPES[dt_bias.dtype]
     if (offsets := tensors["cu_seqlens"]) is not None:
         p.cu_stride, p.cu_64 = offsets.stride(0), offsets.dtype == torch.int64
-    return p
+    return bytes(p)[_ADDRESSES.size :]
 
 
 def _stream(device: torch.device) -> int:
@@ -55,16 +56,13 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device.index)
 
 
-def _launch(p: FwdParams, addresses: Sequence[int], device: torch.device) -> None:
-    """One launch on the device's current stream. `p` is not changed: calls in other threads have it too."""
-    p = FwdParams.from_buffer_copy(p)
-    _ADDRESSES.pack_into(p, 0, *addresses)
+def _launch(parameters: bytes, addresses: Iterable[int], device: torch.device) -> int:
+    """One launch on the device's current stream. Returns the library's error, 0 if there was none."""
+    p = _ADDRESSES.pack(*addresses) + parameters
     if torch.cuda.current_device() == device.index:
-        error = library.load().kda_fwd_sm90(p, _stream(device))
-    else:
-        with torch.cuda.device(device):
-            error = library.load().kda_fwd_sm90(p, _stream(device))
-    library.check(error)
+        return library.load().kda_fwd_sm90(p, _stream(device))
+    with torch.cuda.device(device):
+        return library.load().kda_fwd_sm90(p, _stream(device))
 
 
 def fwd(problem: Problem) -> Output:
@@ -83,7 +81,7 @@ def fwd(problem: Problem) -> Output:
     known = problem.memo.get("cuda")
     if known is None:
         known = problem.memo["cuda"] = _parameters(problem, tensors)
-    _launch(known, [0 if x is None else x.data_ptr() for x in tensors.values()], problem.q.device)
+    library.check(_launch(known, [0 if x is None else x.data_ptr() for x in tensors.values()], problem.q.device))
 
     if problem.out is not None and out is not problem.out:
         out = problem.out.copy_(out)
@@ -92,15 +90,22 @@ def fwd(problem: Problem) -> Output:
     return Output(out, final)
 
 
-def again(
-    facts: Facts, memo: dict[str, Any], tensors: tuple[Tensor | None, ...], addresses: list[int]
-) -> Output | None:
+def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output | None:
     """`fwd` of a repeated call: parameters as they were, but for the addresses."""
     known = memo.get("cuda")
     if known is None or facts.N * facts.HV == 0:
         return None
-    device = tensors[0].device  # type: ignore[union-attr]
-    out, final = buffers(facts, device, tensors[_OUT], tensors[_FINAL])
-    addresses[_OUT], addresses[_FINAL] = out.data_ptr(), 0 if final is None else final.data_ptr()
-    _launch(known, addresses, device)
-    return Output(out, final)
+    device, out, final = tensors[0].device, tensors[_OUT], tensors[_FINAL]
+    made = final if facts.final_state else None
+    if out is ABSENT[_OUT] or made is ABSENT[_FINAL]:
+        tensors = [*tensors]
+        given = (None if type(x) is Mark else x for x in (out, final))
+        out, made = buffers(facts, device, *given)
+        tensors[_OUT] = out
+        if made is not None:
+            tensors[_FINAL] = made
+    if error := _launch(known, map(_address, tensors), device):
+        if error == library.REFUSED:
+            return None
+        library.check(error)
+    return Output(out, made)

@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 from kda.cuda.build import SOURCE, built
-from kda.cuda.params import FwdParams
 from kda.problem import Missing
+
+#: KDA_REFUSED of fwd.h.
+REFUSED = -1
 
 
 def abi(source: Path = SOURCE) -> int:
@@ -22,7 +24,10 @@ def abi(source: Path = SOURCE) -> int:
 
 
 def open_library(path: Path, expected_abi: int) -> ctypes.CDLL:
-    """Open `path` and declare the functions of fwd.h. Raises RuntimeError if it does not fit."""
+    """Open `path` and declare the functions of fwd.h. Raises RuntimeError if it does not fit.
+
+    Structures are passed as bytes, which a call made every few microseconds puts together faster than a `Structure`.
+    """
     again = "`python -m kda build --force` builds it for this machine"
     try:
         library = ctypes.CDLL(str(path))
@@ -30,7 +35,7 @@ def open_library(path: Path, expected_abi: int) -> ctypes.CDLL:
             ("kda_abi", [], ctypes.c_int),
             ("kda_arch", [], ctypes.c_int),
             ("kda_error_text", [ctypes.c_int], ctypes.c_char_p),
-            ("kda_fwd_sm90", [ctypes.POINTER(FwdParams), ctypes.c_void_p], ctypes.c_int),
+            ("kda_fwd_sm90", [ctypes.c_char_p, ctypes.c_void_p], ctypes.c_int),
         ):
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result

@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include "cutlass/arch/reg_reconfig.h"
+#include "kda/extents.h"
 #include "kda/sm90/copy.cuh"
 #include "kda/sm90/deal.cuh"
 #include "kda/sm90/inverse.cuh"
@@ -135,6 +136,7 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
 }  // namespace kda::sm90
 
 extern "C" int kda_fwd_sm90(const kda_fwd_params* p, void* stream) {
+  if (kda::refused(*p)) return KDA_REFUSED;
   const cudaError_t error = kda::sm90::launch(p, stream);
   if (error != cudaSuccess) cudaGetLastError();  // ours is returned; the next launch must not find it again
   return error;

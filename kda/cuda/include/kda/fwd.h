@@ -3,11 +3,15 @@
 #pragma once
 #include <stdint.h>
 
-#define KDA_ABI 1
+#define KDA_ABI 2
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/// Returned where nothing was launched because a buffer lies on another tensor (other than `final_state` exactly on
+/// `initial_state`), or the address of a tensor with rows is no multiple of 16.
+#define KDA_REFUSED (-1)
 
 /// Float dtypes of a tensor that may come in more than one.
 enum kda_dtype { KDA_NONE = 0, KDA_BF16 = 1, KDA_FP16 = 2, KDA_FP32 = 3, KDA_FP64 = 4 };
@@ -55,10 +59,10 @@ int kda_abi(void);
 /// Compute capability the kernels were compiled for, such as 90.
 int kda_arch(void);
 
-/// Launch on `stream` (a cudaStream_t) of the current device. Returns 0 or an error for `kda_error_text`.
+/// Launch on `stream` (a cudaStream_t) of the current device. Returns 0, KDA_REFUSED or an error of CUDA.
 int kda_fwd_sm90(const struct kda_fwd_params* params, void* stream);
 
-/// Text of an error returned by the functions above; never null.
+/// Text of what the function above returned; never null.
 const char* kda_error_text(int error);
 
 #ifdef __cplusplus
