@@ -55,7 +55,7 @@ class Rounding:
     output:   `o` when it is stored.
     stored_state: `final_state` when it is stored.
     chunk:    tokens folded into one update of the state; 1 for a recurrence.
-    lost:     size below which a coefficient of the chunk's inverse (at most 2) is lost, for a format of short range.
+    lost:     size below which a coefficient that a token enters the state with (at most 2) is lost.
     flushed:  size below which a number of the state is lost, in the state's own units.
     """
 

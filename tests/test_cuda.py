@@ -69,7 +69,7 @@ def test_parameters_of_another_dtype(impl: str, dtype: torch.dtype) -> None:
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize(("weight", "tokens"), [(3.0, 9), (2.0, 64), (1e-7, 64)])
+@pytest.mark.parametrize(("weight", "tokens"), [(3.0, 20), (2.0, 64), (1e-7, 64)])
 def test_weights_that_no_sigmoid_gives(impl: str, weight: float, tokens: int) -> None:
     """Given weights are of any size, also beyond the format that holds a sigmoid's; 3 doubles the state a token."""
     case = Case(lengths=(tokens,), keys="close", decay="slow", use_beta_sigmoid=False, initial_state=False)

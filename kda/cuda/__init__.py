@@ -75,6 +75,7 @@ def _reasons(facts: Facts) -> list[str]:
 def _rounding(facts: Facts) -> Rounding:
     bf16 = unit_roundoff(torch.bfloat16)
     fp16 = facts.use_qk_l2norm and facts.use_beta_sigmoid  # of the inverse, the scores and Kr: see prepare.cuh
+    flushed = float(torch.finfo(torch.float32).tiny) * 2.0**SM90_CARRIED
     return Rounding(
         operand=bf16,
         inverse=unit_roundoff(torch.float16) if fp16 else bf16,
@@ -83,8 +84,8 @@ def _rounding(facts: Facts) -> Rounding:
         output=unit_roundoff(facts.dtype),
         stored_state=unit_roundoff(facts.state_dtype),
         chunk=SM90_TOKENS,
-        lost=2.0 ** (-25 - SM90_FP16_BITS) if fp16 else 0.0,
-        flushed=float(torch.finfo(torch.float32).tiny) * 2.0**SM90_CARRIED,
+        lost=2.0 ** (-25 - SM90_FP16_BITS) if fp16 else flushed,  # Ak carries 2^-SM90_CARRIED as the state does
+        flushed=flushed,
     )
 
 

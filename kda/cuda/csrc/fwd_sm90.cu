@@ -29,13 +29,18 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
   extern __shared__ __align__(1024) char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
+  // Above the diagonal the inverses and Aq stay zero.
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(s.inverse) / 16); i += THREADS) {
-    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal it stays so
+    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);
+  }
+  for (int i = threadIdx.x; i < STAGES * static_cast<int>(sizeof(Stage{}.aq) / 16); i += THREADS) {
+    constexpr int VECTORS = sizeof(Stage{}.aq) / 16;
+    reinterpret_cast<uint4*>(s.stage[i / VECTORS].aq)[i % VECTORS] = make_uint4(0, 0, 0, 0);
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       s.raw_gate[i].init(1), s.raw[i].init(1), s.ready[i].init(2);
-      s.full[i].init(4), s.read[i].init(8), s.empty[i].init(8);
+      s.full[i].init(5), s.read[i].init(8), s.empty[i].init(8);
     }
     for (int i = 0; i < GROUPS; ++i) s.lower_full[i].init(4), s.inverse_full[i].init(1);
     cutlass::arch::fence_barrier_init();

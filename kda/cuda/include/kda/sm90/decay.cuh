@@ -36,40 +36,50 @@ __device__ __forceinline__ float sigmoid(float g, float slope, float offset) {
 /// Rows in the body of a loop over a thread's 8. With all of them in line the roles' code outgrows the instruction cache.
 constexpr int ROWS = 2;
 
-/// This thread's 8 rows of four channels in a tile. A warp has all channels of its rows: lanes 0..15 those of the first
-/// half. 16 lanes then read a whole row of 128 bytes, so no bank twice.
+/// This thread's 8 rows of four channels in the tiles of a stage. A warp has all channels of its rows: lanes 0..15 those of
+/// the first half. 16 lanes then read a whole row of 128 bytes, so no bank twice.
+///
+/// Row and place within it are bits of the address that are nowhere else, so that a row is one exclusive or away.
 struct Words {
-  int at;  // byte of row 8 warp
-  __device__ Words(int warp, int lane) : at(lane / 16 * HALF_STRIDE + warp * 8 * 128 + lane % 16 * 8) {}
-  template <class Word>
-  __device__ Word& as(char* tile, int i) const {
-    return *reinterpret_cast<Word*>(tile + (at ^ (i * 16)) + i * 128);
-  }
-  __device__ uint2& operator()(char* tile, int i) const { return as<uint2>(tile, i); }
+  static constexpr uint32_t ROW = 128 + 16;  // i rows down, and swizzled for them
+  uint32_t first;                            // of row 8 warp in the stage's k
+
+  __device__ Words(const Stage& stage, int warp, int lane)
+      : first(cute::cast_smem_ptr_to_uint(stage.half[0].k) + lane / 16 * HALF_STRIDE + warp * 8 * 128 + lane % 16 * 8) {}
+  __device__ uint32_t row(uint32_t step) const { return first ^ step; }
 };
+static_assert(alignof(Stage) % 1024 == 0 && HALF_BYTES % 1024 == 0 && HALF_STRIDE % 1024 == 0);
+
+/// Bytes from a stage's k to another of its tiles.
+__device__ __forceinline__ uint32_t bytes_to(const Stage& stage, const char* tile) {
+  return static_cast<uint32_t>(tile - stage.half[0].k);
+}
 
 /// Sums of log2 decays from the first of the warp's rows, in place of the gate and in a tile that is free: registers have
 /// no room for them until the decays are made. The warp's whole sums are for the other warps.
-__device__ __forceinline__ void sum_gates(char* gate, char* late, float4 (&sums)[4][32], const float4& offset,
+__device__ __forceinline__ void sum_gates(Stage& stage, uint32_t use, float4 (&sums)[4][32], const float4& offset,
                                           const float& slope, float bound, int warp, int lane) {
-  const Words words(warp, lane);
+  const Words words(stage, warp, lane);
+  const uint32_t gate = bytes_to(stage, stage.gate(use, 0)), late = bytes_to(stage, stage.late(use, 0));
   const float4 b = offset;
   const float a = slope;
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   uint2 next[ROWS];
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) next[r] = words(gate, r);
+  for (int r = 0; r < ROWS; ++r) next[r] = in_shared<uint2>(words.row(r * Words::ROW) + gate);
 #pragma unroll 1
-  for (int i = 0; i < 8; i += ROWS) {
+  for (uint32_t step = 0; step < 8 * Words::ROW; step += ROWS * Words::ROW) {
+    const uint32_t ahead = step + ROWS * Words::ROW < 8 * Words::ROW ? step + ROWS * Words::ROW : 0;
     uint2 g[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) g[r] = next[r], next[r] = words(gate, (i + ROWS + r) % 8);
+    for (int r = 0; r < ROWS; ++r) g[r] = next[r], next[r] = in_shared<uint2>((words.row(ahead) ^ r * Words::ROW) + gate);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       sum[0] = fmaf(bound, sigmoid(low(g[r].x), a, b.x), sum[0]), sum[1] = fmaf(bound, sigmoid(high(g[r].x), a, b.y), sum[1]);
       sum[2] = fmaf(bound, sigmoid(low(g[r].y), a, b.z), sum[2]), sum[3] = fmaf(bound, sigmoid(high(g[r].y), a, b.w), sum[3]);
-      words.as<float2>(gate, i + r) = make_float2(sum[0], sum[1]);
-      words.as<float2>(late, i + r) = make_float2(sum[2], sum[3]);
+      const uint32_t row = words.row(step) ^ r * Words::ROW;
+      in_shared<float2>(row + gate) = make_float2(sum[0], sum[1]);
+      in_shared<float2>(row + late) = make_float2(sum[2], sum[3]);
     }
   }
   sums[warp][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
@@ -77,10 +87,11 @@ __device__ __forceinline__ void sum_gates(char* gate, char* late, float4 (&sums)
 
 /// Kd, Qd, Ki and Kr in place of k, q, and the sums; and the decay of the whole chunk.
 template <bool FP16>
-__device__ __forceinline__ void decay_rows(Stage& stage, char* gate, char* late, const float4 (&sums)[4][32], float anchor,
-                                           int warp, int lane) {
-  const Words words(warp, lane);
-  char *const keys = stage.half[0].k, *const queries = stage.half[0].q;
+__device__ __forceinline__ void decay_rows(Stage& stage, uint32_t use, const float4 (&sums)[4][32], float anchor, int warp,
+                                           int lane) {
+  const Words words(stage, warp, lane);
+  const uint32_t queries = bytes_to(stage, stage.half[0].q);
+  const uint32_t gate = bytes_to(stage, stage.gate(use, 0)), late = bytes_to(stage, stage.late(use, 0));
 
   // What is added to G: the rows before, and a constant. Kr = Ki 2^(G_end + constant): in bf16 by two equal factors, which
   // keep every intermediate within the exponent. In fp16, where it has SCALE too, one will do: it is at most 2^127, and
@@ -106,20 +117,24 @@ __device__ __forceinline__ void decay_rows(Stage& stage, char* gate, char* late,
       shift[c] = before[c] + constant;
     }
     if (warp == 2) {  // which has the least to do afterwards
-      *reinterpret_cast<float4*>(&stage.decay[4 * lane]) =
-          make_float4(exp2_fast(end[0]), exp2_fast(end[1]), exp2_fast(end[2]), exp2_fast(end[3]));
+#pragma unroll
+      for (int c = 0; c < 4; c += 2) {
+        *reinterpret_cast<float2*>(&stage.decay[decay_at(4 * lane + c)]) = make_float2(exp2_fast(end[c]), exp2_fast(end[c + 1]));
+      }
     }
   }
 
+  const float2* norms = &stage.norm[8 * warp];
 #pragma unroll 1
-  for (int i = 0; i < 8; i += ROWS) {
+  for (uint32_t step = 0; step < 8 * Words::ROW; step += ROWS * Words::ROW, norms += ROWS) {
     uint2 k[ROWS], q[ROWS];
     float2 g[ROWS][2], norm[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {  // before the stores, which no load is moved across
-      k[r] = words(keys, i + r), q[r] = words(queries, i + r);
-      g[r][0] = words.as<float2>(gate, i + r), g[r][1] = words.as<float2>(late, i + r);
-      norm[r] = stage.norm[8 * warp + i + r];
+      const uint32_t row = words.row(step) ^ r * Words::ROW;
+      k[r] = in_shared<uint2>(row), q[r] = in_shared<uint2>(row + queries);
+      g[r][0] = in_shared<float2>(row + gate), g[r][1] = in_shared<float2>(row + late);
+      norm[r] = norms[r];
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -137,7 +152,9 @@ __device__ __forceinline__ void decay_rows(Stage& stage, char* gate, char* late,
         const float rx = ix * rest[2 * j], ry = iy * rest[2 * j + 1];
         (j ? kr.y : kr.x) = FP16 ? pack16<FP16>(rx, ry) : pack(rx * rest[2 * j], ry * rest[2 * j + 1]);
       }
-      words(keys, i + r) = kd, words(queries, i + r) = qd, words(gate, i + r) = ki, words(late, i + r) = kr;
+      const uint32_t row = words.row(step) ^ r * Words::ROW;
+      in_shared<uint2>(row) = kd, in_shared<uint2>(row + queries) = qd;
+      in_shared<uint2>(row + gate) = ki, in_shared<uint2>(row + late) = kr;
     }
   }
 }

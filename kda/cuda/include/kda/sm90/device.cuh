@@ -54,8 +54,21 @@ __device__ __forceinline__ uint32_t pack16(float low, float high) {
   return y;
 }
 
+/// Products of two pairs in bf16.
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+/// What lies at an address of shared memory, as those instructions have it that need no more than 32 bits.
+template <class T>
+__device__ __forceinline__ T& in_shared(uint32_t address) {
+  return *static_cast<T*>(__cvta_shared_to_generic(address));
+}
 
 /// 2^n for -126 <= n <= 127.
 __device__ __forceinline__ float power_of_two(int n) { return __int_as_float((n + 127) << 23); }

@@ -1,117 +1,85 @@
 // The inverse folded into keys and queries: Ak = Ab^T Kr and Aq = M Ab; see prepare.cuh.
 #pragma once
+#include "cute/arch/mma_sm90_gmma.hpp"
 #include "kda/sm90/device.cuh"
 #include "kda/sm90/shared.cuh"
 
 namespace kda::sm90 {
 
-/// Products with Ab = (A 0; -B T A  B), of which A and B are its blocks on the diagonal, and T that of Kd Ki^T below it (L is
-/// diag(beta) Kd Ki^T and B has its beta, so B T is what (I + L)^-1 has there):
-///
-///   (X Y) Ab = ((X - (Y B) T) A   Y B)
-///
-/// The same for 16 rows of M, and for 16 channels of Kr^T, which gives those of Ak^T. In bf16, T and what is multiplied again
-/// have two terms: with one, weights near 2 double the kernel's error.
-template <bool FP16>
-struct Fold {
-  using Operand = uint32_t[4];
-
-  static constexpr int TERMS = FP16 ? 1 : 2;
-  Operand a, b, minus_t;    // [n][k] for k = 0..7 and 8..15, n = 0..7, then n = 8..15
-  const char* second_term;  // of minus_t, for which registers have no room
-
-  __device__ __forceinline__ Fold(const char* inverse, int lane) : second_term(inverse + term_of_t(1, lane)) {
-    const int n = lane % 8 + lane / 16 * 8, k = lane / 8 % 2;
-    load_matrices(a, inverse + swizzled64(n, k));
-    load_matrices(b, inverse + swizzled64(16 + n, 2 + k));
-    load_transposed(minus_t, inverse + term_of_t(0, lane));
-  }
-
-  /// Where a lane finds or puts a row of one of T's terms: above the diagonal of Ab, then below it.
-  static __device__ __forceinline__ int term_of_t(int term, int lane) {
-    return swizzled64(16 * term + lane % 16, 2 - 2 * term + lane / 16);
-  }
-
-  static __device__ __forceinline__ void times(float (&d)[2][4], const Operand& x, const Operand& y) {
-    mma<FP16>(d[0], x, y[0], y[1]);
-    mma<FP16>(d[1], x, y[2], y[3]);
-  }
-
-  /// Accumulators over SCALE as an operand of the next product.
-  static __device__ __forceinline__ void again(Operand (&x)[TERMS], const float (&d)[2][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float first = d[i / 2][i % 2 * 2] * (1.0f / SCALE<FP16>), second = d[i / 2][i % 2 * 2 + 1] * (1.0f / SCALE<FP16>);
-      x[0][i] = pack16<FP16>(first, second);
-      if constexpr (TERMS == 2) x[1][i] = pack(first - low(x[0][i]), second - high(x[0][i]));
-    }
-  }
-
-  /// Times SCALE^2.
-  __device__ __forceinline__ void operator()(const Operand& x, const Operand& y, float (&first)[2][4],
-                                             float (&second)[2][4]) const {
-    Operand next[TERMS];
-    float z[2][4] = {};
-    times(second, y, b);
-    times(first, x, a);
-    again(next, second);
-    times(z, next[0], minus_t);
-    if constexpr (TERMS == 2) {
-      times(z, next[1], minus_t);
-      Operand rest;
-      load_transposed(rest, second_term);
-      times(z, next[0], rest);
-    }
-    again(next, z);
-#pragma unroll
-    for (int i = 0; i < TERMS; ++i) times(first, next[i], a);
-  }
-};
-
-/// Four registers of 16 x 16 accumulators in bf16, times `scale`: two 8 x 8 blocks of the first 8 columns, two of the last.
-__device__ __forceinline__ void pack_block(uint32_t (&y)[4], const float (&d)[2][4], float scale) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = pack(d[i / 2][i % 2 * 2] * scale, d[i / 2][i % 2 * 2 + 1] * scale);
+/// Where a lane finds or puts a row of 16 x 16 block (row, column) of a matrix of 32 x 32: of its 8 x 8 blocks those of the
+/// first column first, as for an operand of 16 rows, or those of the first row first, as for one of 16 columns, given
+/// transposed.
+__device__ __forceinline__ int by_columns(int row, int column, int lane) {
+  return swizzled64(16 * row + lane % 16, 2 * column + lane / 16);
+}
+__device__ __forceinline__ int by_rows(int row, int column, int lane) {
+  return swizzled64(16 * row + lane / 16 * 8 + lane % 8, 2 * column + lane / 8 % 2);
 }
 
-/// Ak = Ab^T Kr into the place of Ki: a warp makes 32 channels of all rows.
+/// Product of 16 x 16 blocks; y is given transposed.
 template <bool FP16>
-__device__ __forceinline__ void fold_keys(char* gate, const char* late, const Fold<FP16>& fold, int warp, int lane) {
-  const int offset = warp / 2 * HALF_STRIDE;
-#pragma unroll 1
-  for (int n = 0; n < 2; ++n) {
-    const int vector = warp % 2 * 4 + n * 2;  // channels 0..7 of the 16; those of the other 8 follow
-    uint32_t x[2][4];
+__device__ __forceinline__ void multiply_blocks(float (&d)[2][4], const uint32_t (&x)[4], const uint32_t (&y)[4]) {
+  mma<FP16>(d[0], x, y[0], y[1]);
+  mma<FP16>(d[1], x, y[2], y[3]);
+}
+
+/// Four registers of 16 accumulators in bf16, times a power of two: scaled after the rounding, two at once, which is exact.
+__device__ __forceinline__ void pack_block(uint32_t (&y)[4], const float* d, float power) {
+  const uint32_t both = pack(power, power);
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      load_transposed(x[m], late + offset + swizzled(16 * m + lane % 8 + lane / 16 * 8, vector + lane / 8 % 2));
+  for (int i = 0; i < 4; ++i) y[i] = multiply(pack(d[2 * i], d[2 * i + 1]), both);
+}
+
+/// Ak = Ab^T Kr, times 2^-CARRIED, into the place of Ki. By a warpgroup: 128 channels times 32 tokens.
+template <bool FP16>
+__device__ __forceinline__ void fold_keys(Stage& stage, uint32_t use, const char* inverse, int warp, int lane) {
+  using namespace cute::SM90::GMMA;
+  using Product = std::conditional_t<FP16, MMA_64x32x16_F32F16F16_SS<Major::MN, Major::K>,
+                                     MMA_64x32x16_F32BF16BF16_SS<Major::MN, Major::K>>;
+  const uint64_t kr = descriptor(stage.late(use, 0), LayoutType::B128, 1024), ab = descriptor(inverse, LayoutType::B64, 512);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // one after the other: the registers of both are not there
+    float d[16];
+    hold(d);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Product::fma(operand_at(kr, half * HALF_STRIDE + i * 16 * 128), operand_at(ab, i * 32), d[0], d[1], d[2], d[3], d[4],
+                   d[5], d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15],
+                   i == 0 ? ScaleOut::Zero : ScaleOut::One);
     }
-    float d[2][2][4] = {};
-    fold(x[0], x[1], d[0], d[1]);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    hold(d);
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < 2; ++m) {  // 16 tokens
       uint32_t y[4];
-      pack_block(y, d[m], 1.0f / (SCALE<FP16> * SCALE<FP16>));
-      store_transposed(gate + offset + swizzled(16 * m + lane % 8 + lane / 16 * 8, vector + lane / 8 % 2), y[0], y[1], y[2], y[3]);
+      pack_block(y, &d[8 * m], power_of_two(-CARRIED) / (SCALE<FP16> * SCALE<FP16>));
+      char* row = stage.gate(use, half) + swizzled(16 * m + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
+      store_transposed(row, y[0], y[1], y[2], y[3]);
     }
   }
 }
 
-/// 16 rows of Aq = M Ab, times `scale`.
-template <bool FP16, bool UPPER>
-__device__ __forceinline__ void fold_queries(Stage& stage, const Fold<FP16>& fold, float scale, int lane,
-                                             const uint32_t (&m)[2][4]) {
-  float d[2][2][4] = {};
-  if constexpr (UPPER) {
-    fold(m[0], m[1], d[0], d[1]);
-  } else {
-    fold.times(d[0], m[0], fold.a);
-  }
+/// Aq = M Ab in place of M, by a warp. `inverse` holds Ab transposed.
+template <bool FP16>
+__device__ __forceinline__ void fold_queries(char* aq, const char* inverse, int anchor, int lane) {
+  uint32_t ab[3][4], m[3][4];  // blocks (0, 0), (1, 0), (1, 1)
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+  for (int i = 0; i < 3; ++i) {
+    load_matrices(ab[i], inverse + by_rows(i / 2, (i + 1) / 2, lane));
+    load_matrices(m[i], aq + by_columns((i + 1) / 2, i / 2, lane));
+  }
+  float d[3][2][4] = {};
+  multiply_blocks<FP16>(d[0], m[0], ab[0]);
+  multiply_blocks<FP16>(d[1], m[1], ab[0]);
+  multiply_blocks<FP16>(d[2], m[2], ab[2]);
+  multiply_blocks<FP16>(d[1], m[2], ab[1]);
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
     uint32_t y[4];
-    pack_block(y, d[n], scale);
-    store_matrices(stage.aq + swizzled64(16 * UPPER + lane % 16, 2 * n + lane / 16), y[0], y[1], y[2], y[3]);
+    pack_block(y, d[i][0], (i ? power_of_two(anchor - CARRIED) : 1.0f) / (SCALE<FP16> * SCALE<FP16>));
+    store_matrices(aq + by_columns((i + 1) / 2, i / 2, lane), y[0], y[1], y[2], y[3]);
   }
 }
 

@@ -1,6 +1,8 @@
-// The inverse of a chunk's triangle: the role of one warp, beside the producers, because it is one long chain.
+// The inverse of a chunk's triangle, and Aq from it: the role of one warp, beside the producers, because it is one long chain
+// that four warps would wait for.
 #pragma once
 #include "kda/sm90/device.cuh"
+#include "kda/sm90/fold.cuh"
 #include "kda/sm90/shared.cuh"
 #include "kda/sm90/task.cuh"
 
@@ -74,20 +76,77 @@ __device__ __forceinline__ void invert(const float* lower, float* solved, const 
   store_transposed(inverse + swizzled64(16 * (lane / 8 % 2) + lane % 8, 1 + 2 * (lane / 8 % 2)), y[0], y[1]);
 }
 
+/// Where a lane finds or puts a row of one of the terms of minus T: beside the first block of L.
+__device__ __forceinline__ char* term_of_t(float* lower, int term, int lane) {
+  return reinterpret_cast<char*>(lower + lane % 16 * LOWER_PITCH + 16) + 32 * term + lane / 16 * 16;
+}
+
+/// Two floats over SCALE as operands: in bf16 with two terms, because T and what it is multiplied with cancel where weights
+/// are near 2.
+template <bool FP16>
+constexpr int TERMS = FP16 ? 1 : 2;
+
+template <bool FP16>
+__device__ __forceinline__ void split(uint32_t (&y)[TERMS<FP16>], float first, float second) {
+  y[0] = pack16<FP16>(first, second);
+  if constexpr (!FP16) y[1] = pack(first - low(y[0]), second - high(y[0]));
+}
+
+/// The block below: of Ab = (A 0; -B T A  B), where T is that of Kd Ki^T (L is diag(beta) Kd Ki^T, and B has its beta).
+template <bool FP16>
+__device__ __forceinline__ void merge(float* lower, char* inverse, int lane) {
+  uint32_t a[4], b[4], t[4];
+  load_matrices(a, inverse + by_rows(0, 0, lane));
+  load_transposed(b, inverse + by_rows(1, 1, lane));
+  float bt[2][4] = {}, c[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < TERMS<FP16>; ++i) {
+    load_transposed(t, term_of_t(lower, i, lane));
+    multiply_blocks<FP16>(bt, b, t);
+  }
+  uint32_t x[TERMS<FP16>][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t y[TERMS<FP16>];
+    split<FP16>(y, bt[i / 2][i % 2 * 2] * (1.0f / SCALE<FP16>), bt[i / 2][i % 2 * 2 + 1] * (1.0f / SCALE<FP16>));
+#pragma unroll
+    for (int j = 0; j < TERMS<FP16>; ++j) x[j][i] = y[j];
+  }
+#pragma unroll
+  for (int j = 0; j < TERMS<FP16>; ++j) multiply_blocks<FP16>(c, x[j], a);
+  uint32_t y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    y[i] = pack16<FP16>(c[i / 2][i % 2 * 2] * (1.0f / SCALE<FP16>), c[i / 2][i % 2 * 2 + 1] * (1.0f / SCALE<FP16>));
+  }
+  store_transposed(inverse + by_rows(0, 1, lane), y[0], y[1], y[2], y[3]);
+}
+
 /// The role of a warp: every chunk of this CTA.
 template <bool FP16>
 __device__ __forceinline__ void invert_chunks(const Arguments& args, Shared& s) {
   Ring ring;
   uint32_t turns = 0;  // bit g: of group g
   for_tasks(args, s, [&](const Task& task) {
-    ring.chunk += places_of_state(args.p, task);
+#pragma unroll 1
+    for (int place = places_of_state(args.p, task); place > 0; --place, ++ring.chunk) {
+      s.raw_gate[ring.stage()].wait(ring.use());
+      arrive_warp(s.full[ring.stage()]);
+    }
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {
-      const int group = ring.chunk % GROUPS;
+      const int group = ring.chunk % GROUPS, lane = fresh_lane();
+      Stage& stage = s.stage[ring.stage()];
       s.lower_full[group].wait(turns >> group & 1);
       turns ^= 1u << group;
-      invert<FP16>(s.lower[group], s.solved, s.stage[ring.stage()], s.inverse[group], fresh_lane());
+      invert<FP16>(s.lower[group], s.solved, stage, s.inverse[group], lane);
+      __syncwarp();
+      merge<FP16>(s.lower[group], s.inverse[group], lane);
+      publish();
       arrive_warp(s.inverse_full[group]);
+      fold_queries<FP16>(stage.aq, s.inverse[group], args.anchor, lane);
+      publish();
+      arrive_warp(s.full[ring.stage()]);
     }
   });
 }

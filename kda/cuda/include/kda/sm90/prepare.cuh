@@ -8,9 +8,9 @@
 //
 // 2^G spans more than the exponent of bf16 over 32 tokens of the strongest gate. So rows of Kd, Qd and Ki are anchored by
 // constants, the same whatever the gates are (so that no row depends on a later token): G + CARRIED in rows 0..15, G +
-// anchor in rows 16..31. Kd S would overflow for slow channels and large states; the recurrence carries its state times
-// 2^-CARRIED. That leaves 2^(anchor - CARRIED) too much in block (rows >= 16, columns < 16) of L and M, taken out again
-// exactly; rows of Aq are given their anchor, because they join Qd S and multiply what carries 2^-CARRIED.
+// anchor in rows 16..31. Kd S would overflow for slow channels and large states; the recurrence carries its state, and Ak,
+// times 2^-CARRIED. That leaves 2^(anchor - CARRIED) too much in block (rows >= 16, columns < 16) of L and M, taken out again
+// exactly; rows >= 16 of Aq are given it back, because they join those of Qd S.
 //
 // Ab, M and Kr are at most 4, 1 and 1 where keys and queries are normalised and the weight is a sigmoid's. Then they are
 // fp16: in bf16 their roundings are half of the kernel's error. What fp16 lacks below 2^-14 they gain by a factor of
@@ -21,6 +21,7 @@
 #include "kda/sm90/decay.cuh"
 #include "kda/sm90/device.cuh"
 #include "kda/sm90/fold.cuh"
+#include "kda/sm90/inverse.cuh"
 #include "kda/sm90/shared.cuh"
 #include "kda/sm90/task.cuh"
 
@@ -49,8 +50,7 @@ __device__ __forceinline__ void score(Stage& stage, const char* gate, float (&d)
 /// Element d[4 n + 2 r + e] is row 8 r + lane / 4 of the warp's 16 and column 8 n + lane % 4 * 2 + e. 8 x 8 blocks above the
 /// diagonal are left out; what is above it in a block, and may be infinite, is stored and never used.
 template <bool FP16, bool UPPER>
-__device__ __forceinline__ void store_keys(const float (&beta)[2], const float (&d)[16], float exact, float* lower,
-                                           char* inverse, int lane) {
+__device__ __forceinline__ void store_keys(const float (&beta)[2], const float (&d)[16], float exact, float* lower, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = 16 * UPPER + 8 * r + lane / 4;
@@ -61,34 +61,32 @@ __device__ __forceinline__ void store_keys(const float (&beta)[2], const float (
     }
   }
   if constexpr (UPPER) {
-    using Fold = Fold<FP16>;
     const float scale = -exact * SCALE<FP16>;
-    uint32_t y[Fold::TERMS][4];
+    uint32_t y[4][TERMS<FP16>];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float first = d[2 * i] * scale, second = d[2 * i + 1] * scale;
-      y[0][i] = pack16<FP16>(first, second);
-      if constexpr (Fold::TERMS == 2) y[1][i] = pack(first - low(y[0][i]), second - high(y[0][i]));
-    }
+    for (int i = 0; i < 4; ++i) split<FP16>(y[i], d[2 * i] * scale, d[2 * i + 1] * scale);
 #pragma unroll
-    for (int i = 0; i < Fold::TERMS; ++i) store_matrices(inverse + Fold::term_of_t(i, lane), y[i][0], y[i][1], y[i][2], y[i][3]);
+    for (int i = 0; i < TERMS<FP16>; ++i) store_matrices(term_of_t(lower, i, lane), y[0][i], y[1][i], y[2][i], y[3][i]);
   }
 }
 
-/// 16 rows of M from those of Qd Ki^T, as the operand of a product: blocks of 16 columns up to the diagonal's. Masks
-/// select: what they hide may be infinite.
+/// 16 rows of M from those of Qd Ki^T into the place of Aq: blocks of 16 columns up to the diagonal's. Masks select: what
+/// they hide may be infinite.
 template <bool FP16, bool UPPER>
-__device__ __forceinline__ void mask_queries(const float (&d)[16], float exact, int lane, uint32_t (&m)[2][4]) {
+__device__ __forceinline__ void store_queries(const float (&d)[16], float exact, char* aq, int lane) {
   const bool within[2] = {lane % 4 * 2 <= lane / 4, lane % 4 * 2 + 1 <= lane / 4};  // an 8 x 8 block of the diagonal
 #pragma unroll
-  for (int n = 0; n < 2 + 2 * UPPER; ++n) {
+  for (int block = 0; block < 1 + UPPER; ++block) {
+    uint32_t m[4];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int i = 0; i < 4; ++i) {
+      const int n = 2 * block + i / 2, r = i % 2;
       const int below = 2 * UPPER + r - n;  // blocks from here to the diagonal
       const float scale = (UPPER && n < 2 ? exact : 1.0f) * SCALE<FP16>;
       const float x = d[4 * n + 2 * r] * scale, y = d[4 * n + 2 * r + 1] * scale;
-      m[n / 2][n % 2 * 2 + r] = below < 0 ? 0 : pack16<FP16>(below || within[0] ? x : 0.0f, below || within[1] ? y : 0.0f);
+      m[i] = below < 0 ? 0 : pack16<FP16>(below || within[0] ? x : 0.0f, below || within[1] ? y : 0.0f);
     }
+    store_matrices(aq + by_columns(UPPER, block, lane), m[0], m[1], m[2], m[3]);
   }
 }
 
@@ -121,7 +119,6 @@ template <bool FP16>
 __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int group) {
   const kda_fwd_params& p = args.p;
   const int warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
-  char* inverse = s.inverse[group];
   Chunks chunks{args, s, Ring{static_cast<uint32_t>(group)}};
   Ring seen = chunks.ring;  // the place after the last chunk's
 
@@ -142,8 +139,8 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     s.empty[ring.stage()].wait(ring.use() ^ 1);  // `late` was the last chunk's Ak
     if (chunks.is_tail()) s.ready[ring.stage()].wait(ring.use());
     const int lane = fresh_lane();
-    sum_gates(stage.gate(ring.use(), 0), stage.late(ring.use(), 0), s.sum[group], s.offset[group][32 * warp + lane],
-              s.slope[group][32 * warp + lane], p.lower_bound * LOG2E, warp, lane);
+    sum_gates(stage, ring.use(), s.sum[group], s.offset[group][32 * warp + lane], s.slope[group][32 * warp + lane],
+              p.lower_bound * LOG2E, warp, lane);
   };
 
   uint32_t turn = 0;
@@ -160,24 +157,22 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     const Ring ring = chunks.ring;
     chunks.ring.chunk += GROUPS;
     Stage& stage = s.stage[ring.stage()];
-    char *const gate = stage.gate(ring.use(), 0), *const late = stage.late(ring.use(), 0);
     const int lane = fresh_lane();
     cutlass::arch::NamedBarrier::sync(128, group);
     s.ready[ring.stage()].wait(ring.use());
-    decay_rows<FP16>(stage, gate, late, s.sum[group], static_cast<float>(args.anchor), warp, lane);
+    decay_rows<FP16>(stage, ring.use(), s.sum[group], static_cast<float>(args.anchor), warp, lane);
     publish();
     cutlass::arch::NamedBarrier::sync(128, group);
 
     const float beta[2] = {stage.beta[16 * (warp % 2) + lane / 4], stage.beta[16 * (warp % 2) + 8 + lane / 4]};
     float d[16];
-    score(stage, gate, d);
+    score(stage, stage.gate(ring.use(), 0), d);
     const float exact = power_of_two(CARRIED - args.anchor);
-    uint32_t m[2][4];  // a warp's rows of M wait in registers for the inverse
     switch (warp) {
-      case 0: store_keys<FP16, false>(beta, d, exact, s.lower[group], inverse, lane); break;
-      case 1: store_keys<FP16, true>(beta, d, exact, s.lower[group], inverse, lane); break;
-      case 2: mask_queries<FP16, false>(d, exact, lane, m); break;
-      default: mask_queries<FP16, true>(d, exact, lane, m);
+      case 0: store_keys<FP16, false>(beta, d, exact, s.lower[group], lane); break;
+      case 1: store_keys<FP16, true>(beta, d, exact, s.lower[group], lane); break;
+      case 2: store_queries<FP16, false>(d, exact, stage.aq, lane); break;
+      default: store_queries<FP16, true>(d, exact, stage.aq, lane);
     }
     arrive_warp(s.lower_full[group]);  // of all: each warp's share of the scores has read Ki, which Ak will overwrite
 
@@ -189,14 +184,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
 
     s.inverse_full[group].wait(turn);
     turn ^= 1;
-    constexpr float unscale = 1.0f / (SCALE<FP16> * SCALE<FP16>);
-    const Fold<FP16> fold(inverse, lane);
-    if (warp == 3) {
-      fold_queries<FP16, true>(stage, fold, power_of_two(args.anchor) * unscale, lane, m);
-    } else if (warp == 2) {
-      fold_queries<FP16, false>(stage, fold, power_of_two(CARRIED) * unscale, lane, m);
-    }
-    fold_keys<FP16>(gate, late, fold, warp, lane);
+    fold_keys<FP16>(stage, ring.use(), s.inverse[group], warp, lane);
     publish();
     arrive_warp(s.full[ring.stage()]);
     seen.chunk = ring.chunk + GROUPS;

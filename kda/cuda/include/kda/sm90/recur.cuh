@@ -2,8 +2,8 @@
 //
 //   R = V - Kd S      O = Qd S + Aq R      S' = decay S + Ak^T R
 //
-// Everything is linear in (V, S). S and the R that is folded into it carry 2^-CARRIED, which rows 0..15 of Kd and Qd make
-// up for, so that these rows of R and O have their true size; rows 16..31 have 2^(anchor - CARRIED) more until the end.
+// S carries 2^-CARRIED, and Ak with it. Rows 0..15 of Kd and Qd make up for that; rows 16..31 have 2^(anchor - CARRIED) more,
+// which is taken out where R is formed, and of O at the end. So R has its true size.
 #pragma once
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
@@ -93,8 +93,8 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const int first_row = group * HALF + warp * 16;
   const float down = power_of_two(-CARRIED), up = power_of_two(CARRIED);
-  const float anchor_down = power_of_two(-args.anchor);
-  const float result[2] = {p.scale, p.scale * power_of_two(CARRIED - args.anchor)};
+  const float exact = power_of_two(CARRIED - args.anchor);
+  const float result[2] = {p.scale, p.scale * exact};
   const int vector = 2 * warp + lane / 16;  // of V and O, for ldmatrix and stmatrix
   Ring ring;
   State state;
@@ -134,9 +134,11 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
 #pragma unroll
       for (int h = 0; h < 2; ++h) load_transposed(v[h], stage.half[group].v + swizzled(16 * h + lane % 16, vector));
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const float2 decay = *reinterpret_cast<const float2*>(&stage.decay[8 * j + lane % 4 * 2]);
-        state[4 * j] *= decay.x, state[4 * j + 1] *= decay.y, state[4 * j + 2] *= decay.x, state[4 * j + 3] *= decay.y;
+      for (int j = 0; j < 8; ++j) {
+        const float4 decay = *reinterpret_cast<const float4*>(&stage.decay[decay_at(16 * j + lane % 4 * 2)]);
+        float* x = &state[8 * j];
+        x[0] *= decay.x, x[1] *= decay.y, x[2] *= decay.x, x[3] *= decay.y;
+        x[4] *= decay.z, x[5] *= decay.w, x[6] *= decay.z, x[7] *= decay.w;
       }
       hold(state);
       if (ring.chunk != first) send_output<false>(args, s, task, ring.chunk - 1, ring.chunk - first - 1, group);
@@ -148,10 +150,10 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       arrive_warp(s.read[ring.stage()]);
       uint32_t r[2][4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {  // R of both halves with 2^-CARRIED, as the state has it
-        const float scale = i < 4 ? -down : -anchor_down;
+      for (int i = 0; i < 8; ++i) {
+        const float scale = i < 4 ? 1.0f : exact;
         const uint32_t x = v[i / 4][i % 2 * 2 + i % 4 / 2];
-        r[i / 4][i % 4] = pack(fmaf(d[2 * i], scale, low(x) * down), fmaf(d[2 * i + 1], scale, high(x) * down));
+        r[i / 4][i % 4] = pack(fmaf(d[2 * i], -scale, low(x)), fmaf(d[2 * i + 1], -scale, high(x)));
       }
       hold(state), hold(o);
       cute::warpgroup_arrive();

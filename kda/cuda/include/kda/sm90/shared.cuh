@@ -48,7 +48,7 @@ struct alignas(1024) Stage {
     Half x[2];  // see gate() and late()
     Half v;     // V
   } half[2];
-  alignas(1024) char aq[TOKENS * TOKENS * 2];  // Aq: rows of 64 bytes, 64-byte swizzle
+  alignas(1024) char aq[TOKENS * TOKENS * 2];  // M, then Aq: rows of 64 bytes, 64-byte swizzle
   alignas(16) float decay[CHANNELS];           // of the whole chunk
   float beta[TOKENS];
   float2 norm[TOKENS];  // what k and q are multiplied by
@@ -72,10 +72,10 @@ struct Shared {
   struct {
     Half half[2];
   } o[2];
-  alignas(16) float lower[GROUPS][TOKENS * LOWER_PITCH];  // L transposed: its 16 x 16 blocks on the diagonal
+  // L transposed: its 16 x 16 blocks on the diagonal; and minus the block below them of Kd Ki^T, see `term_of_t`
+  alignas(16) float lower[GROUPS][TOKENS * LOWER_PITCH];
   alignas(16) float solved[TOKENS * SOLVED_PITCH];        // diagonal 8 x 8 blocks of (I + L)^-1, transposed
-  // The two 16 x 16 blocks on the diagonal of Ab, transposed: row j is column j of Ab; and in the place of the other two
-  // minus the block below the diagonal of Kd Ki^T, see fold.cuh. Rows as of aq.
+  // Ab transposed: row j is column j of Ab. Rows as of aq.
   alignas(1024) char inverse[GROUPS][TOKENS * TOKENS * 2];
   float4 offset[GROUPS][128];    // each producer thread's own constants of the gate
   float slope[GROUPS][128];
@@ -87,12 +87,16 @@ struct Shared {
   TransactionBarrier raw_gate[STAGES];  // g, or the turn of a state
   TransactionBarrier raw[STAGES];       // q, k and v, or half of a state
   Barrier ready[STAGES];                // norms, beta, and tails
-  Barrier full[STAGES];                 // Kd, Qd, Ak, Aq, decay; Kr is done with
+  Barrier full[STAGES];                 // Kd, Qd, Ak and decay of a group, Aq of the inverse; Kr is done with
   Barrier read[STAGES];                 // k, q and v are done with
   Barrier empty[STAGES];                // all of the stage is
   Barrier lower_full[GROUPS], inverse_full[GROUPS];
 };
 static_assert(sizeof(Shared) <= 232448, "does not fit into the shared memory of a multiprocessor");
+
+/// Where the decay of an even channel lies, and the next one's after it: in the order in which a consumer's lane needs them,
+/// 8 j + 2 t, 8 j + 2 t + 1 for t = lane % 4, four at a time.
+__device__ __forceinline__ int decay_at(int channel) { return channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2 * 2; }
 
 /// What fp16 operands are multiplied by.
 template <bool FP16>
