@@ -42,6 +42,8 @@ SHAPES = {
         *(Case(lengths=x, H=H, K=128, V=128) for H in (96, 64) for x in ((8192,), RAGGED, (1024,) * 8)),
         Case(lengths=(16,) * 512, H=32, K=128, V=128),
         Case(lengths=(8192,), H=8, K=128, V=128),
+        Case(lengths=(8192,), H=96, K=128, V=128, decay="slow"),
+        Case(lengths=(8192,), H=96, K=128, V=128, keys="close", beta="strong", decay="bias -8"),
     ],
     "cpu": [
         Case(lengths=(4096,), H=4, K=128, V=128, dtype="float32"),
@@ -63,16 +65,20 @@ class Timing:
 
 
 def inputs(case: Case, device: str) -> dict[str, Any]:
-    """The case's call with noise made on the device: `arguments` would take minutes at these sizes."""
-    small = arguments(replace(case, lengths=(0,) * len(case.lengths), padding=0), device)
-    noise = torch.Generator(device).manual_seed(case.seed)
-    T, dtype = sum(case.lengths), small["q"].dtype
-    shapes = {"q": (case.H, case.K), "k": (case.H, case.K), "v": (case.HV, case.V), "g": (case.HV, case.K)}
-    for name, shape in {**shapes, "beta": (case.HV,)}.items():
-        small[name] = torch.randn(1, T, *shape, generator=noise, device=device, dtype=torch.float32).to(dtype)
-    offsets = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    small["cu_seqlens"] = None if len(case.lengths) == 1 else offsets.to(device)
-    return small
+    """The case's call, made on the device."""
+    call = arguments(case, device, made_on=device)
+    if len(case.lengths) == 1:
+        call["cu_seqlens"] = None
+    return call
+
+
+def title(case: Case) -> str:
+    """The lengths, and what is unusual about the inputs."""
+    alike = len(set(case.lengths)) == 1 and len(case.lengths) > 1
+    lengths = f"{len(case.lengths)} x {case.lengths[0]}" if alike else ", ".join(map(str, case.lengths))
+    unusual = {"decay": {"slow": "slow channels"}, "keys": {"close": "correlated keys"}}
+    names = (known[getattr(case, field)] for field, known in unusual.items() if getattr(case, field) in known)
+    return "; ".join([lengths, *names])
 
 
 def floor_ms(case: Case, bytes_per_second: float) -> float:
@@ -179,13 +185,8 @@ def times(
                 floor = f"{floor_ms(case, bandwidth) / timing.median:.3f}" if bandwidth else ""
                 difference = _agreement(first, results[name])
                 agreed &= difference < AGREEMENT or name not in dispatch.TABLE
-                lengths = (
-                    ", ".join(map(str, case.lengths))
-                    if len(set(case.lengths)) > 1
-                    else (f"{len(case.lengths)} x {case.lengths[0]}" if len(case.lengths) > 1 else str(case.lengths[0]))
-                )
                 ratio = f"{timing.median / base:.2f}"
-                rows.append([lengths, str(case.H), name, str(timing), floor, ratio, f"{difference:.1e}"])
+                rows.append([title(case), str(case.H), name, str(timing), floor, ratio, f"{difference:.1e}"])
             progress.advance(task)
     if bandwidth:
         console.print(f"copy bandwidth of this run: {bandwidth / 1e12:.2f} TB/s")

@@ -125,11 +125,15 @@ class Case:
 
 
 def _uniform(noise: Generator, low: float, high: float, *shape: int) -> Tensor:
-    return low + (high - low) * torch.rand(*shape, generator=noise, dtype=torch.float64)
+    return low + (high - low) * torch.rand(*shape, generator=noise, dtype=torch.float64, device=noise.device)
 
 
 def _normal(noise: Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=noise, dtype=torch.float64)
+    return torch.randn(*shape, generator=noise, dtype=torch.float64, device=noise.device)
+
+
+def _integers(noise: Generator, stop: int, *shape: int) -> Tensor:
+    return torch.randint(stop, shape, generator=noise, device=noise.device)
 
 
 def _gate(case: Case, noise: Generator, B: int, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -137,7 +141,7 @@ def _gate(case: Case, noise: Generator, B: int, T: int) -> tuple[Tensor, Tensor 
     HV, K = case.HV, case.K
     A_log, dt_bias = _uniform(noise, 0, 1, HV), _uniform(noise, 0, 1, HV, K)
     g = _normal(noise, B, T, HV, K)
-    reset = torch.rand(B, T, HV, K, generator=noise) < 0.05
+    reset = torch.rand(B, T, HV, K, generator=noise, device=noise.device) < 0.05
     given = case.gate == "given"
     match case.decay:
         case "usual":
@@ -160,11 +164,11 @@ def _gate(case: Case, noise: Generator, B: int, T: int) -> tuple[Tensor, Tensor 
         case "none":
             g = torch.zeros_like(g) if given else torch.full_like(g, -1e4)
         case "saturated":
-            A_log = torch.where(torch.rand(HV, generator=noise) < 0.5, -100.0, 100.0).double()
+            A_log = torch.where(torch.rand(HV, generator=noise, device=noise.device) < 0.5, -100.0, 100.0).double()
             g = -1e4 * (g > 0) if given else 1e4 * g.sign()
         case "resets":
             if given:
-                size = torch.tensor([-1e3, -1e6, -torch.inf])[torch.randint(3, g.shape, generator=noise)]
+                size = torch.tensor([-1e3, -1e6, -torch.inf], device=noise.device)[_integers(noise, 3, *g.shape)]
                 g = torch.where(reset, size.double(), -torch.exp(_uniform(noise, -10, 0, B, T, HV, K)))
             else:
                 dt_bias = _uniform(noise, -9, -4, HV, K)
@@ -189,8 +193,7 @@ def _keys(case: Case, noise: Generator, B: int, T: int) -> Tensor:
         case "alternating":
             return base[:, torch.arange(T) % 2]
         case "one-hot":
-            hot = torch.randint(case.K, (B, T, case.H), generator=noise)
-            return torch.nn.functional.one_hot(hot, case.K).double()
+            return torch.nn.functional.one_hot(_integers(noise, case.K, B, T, case.H), case.K).double()
     raise ValueError(f"keys: expected one of {KEYS}, got {case.keys!r}")
 
 
@@ -233,9 +236,12 @@ def _strided(tensors: dict[str, Tensor], how: str) -> dict[str, Tensor]:
     return result
 
 
-def arguments(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The keyword arguments of `kda.fwd` that the case stands for. The same values on every device."""
-    noise = Generator().manual_seed(case.seed)
+def arguments(case: Case, device: torch.device | str = "cpu", made_on: torch.device | str = "cpu") -> dict[str, Any]:
+    """The keyword arguments of `kda.fwd` that the case stands for.
+
+    The same values on every device, unless they are `made_on` another than the CPU, where large cases take minutes.
+    """
+    noise = Generator(made_on).manual_seed(case.seed)
     dtype, state_dtype = DTYPES[case.dtype], DTYPES[case.state_dtype]
     total = sum(case.lengths)
     B, T = (1, total + case.padding) if case.packed else (len(case.lengths), max(case.lengths, default=0))
@@ -256,7 +262,7 @@ def arguments(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
     call["dt_bias"] = None if dt_bias is None else dt_bias.float()
     call["lower_bound"] = case.lower_bound if case.gate == "bounded" else None
     if case.gate == "softplus" and call["A_log"] is None:
-        call["A_log"] = torch.zeros(case.HV)
+        call["A_log"] = torch.zeros(case.HV, device=made_on)
     if case.initial_state:
         state = 0.1 * _normal(noise, N, case.HV, case.V, case.K) * 2.0**case.exponent
         call["initial_state"] = state.to(state_dtype)
