@@ -1,6 +1,6 @@
 """Kernels for Kimi Delta Attention (KDA): one function, several implementations, one specification."""
 
-from kda.api import build, explain, fwd
+from kda.api import build, explain, fwd, step
 from kda.dispatch import Availability, Explanation, Unsupported, implementations
 from kda.problem import Output
 from kda.version import __version__
@@ -15,4 +15,5 @@ __all__ = [
     "explain",
     "fwd",
     "implementations",
+    "step",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kda import dispatch, ops, plan, validate
-from kda.problem import Implementation, Output, Problem
+from kda.problem import Facts, Implementation, Output, Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -137,13 +138,107 @@ def fwd(
         batch_invariant=batch_invariant,
     )
     implementation = dispatch.choose(problem.facts, impl)
-    new = plan.plan_of(implementation.name, problem, present)
-    if new is not None and known is None:
-        _PLANS.add(key, new)
-    return _run(implementation, problem)
+    result = _run(implementation, problem)
+    if known is None and (new := plan.plan_of(implementation.name, problem, present)) is not None:
+        _PLANS.add(key, new)  # with what the implementation keeps in its memo
+    return result
 
 
 ops.implement(fwd)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    *,
+    state_indices: Tensor | None = None,
+    write_indices: Tensor | None = None,
+    token_indices: Tensor | None = None,
+    fresh: Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    use_beta_sigmoid: bool = True,
+    allow_neg_eigval: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """Decode: T new tokens (one, or a few to verify) for each of N sequences, whose states live in a pool.
+
+    The same formulas as `fwd`, token by token in fp32; the pool is updated in place. No row sees another, to the bit.
+
+    Args:
+        q, k: [N, T, H, K].
+        v: [N, T, HV, V]. Dtypes of these and the rest as in `fwd`.
+        g: [N, T, HV, K].
+        beta: [N, T, HV].
+        state: [slots, HV, V, K], fp32 or bf16: the pool. Any strides, so slots may be rows of a larger tensor.
+        scale, A_log, dt_bias, lower_bound, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval: as in `fwd`.
+        out: [N, T, HV, V], q's dtype: buffer for o, any strides, which is returned.
+        state_indices: [N] integers, any strides: the slot that row n reads, and writes after its last token unless
+            `write_indices` says otherwise. Row n has slot n if left out. Negative: padding, whose o is zero, and for
+            which nothing is written.
+        write_indices: [N] integers: the slot to write instead. Negative: none.
+        token_indices: [N, T] integers: slots that receive the state after each token. Negative: none. With
+            ``write_indices`` of -1 a speculative decoder keeps the committed state and commits any prefix later.
+        fresh: [N] bool: start from zero, whatever the slot holds.
+        impl: "auto", or a name of `kda.implementations()`; a name is strict.
+
+    Returns:
+        o: [N, T, HV, V].
+
+    Raises:
+        TypeError, ValueError: no implementation could run this; the message names the argument.
+        kda.Unsupported: well-formed, but the implementation asked for, or every one ``auto`` may take, cannot run it.
+
+    No slot may be written twice in a call, nor read by one row and written by another: with ``KDA_CHECK=1`` a
+    ValueError. Indices beyond the pool are a ValueError on a CPU and with ``KDA_CHECK=1``, else they count as negative.
+    Nothing here can be differentiated.
+    """
+    impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
+    problem = validate.step(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        state_indices=state_indices,
+        write_indices=write_indices,
+        token_indices=token_indices,
+        fresh=fresh,
+        use_qk_l2norm=use_qk_l2norm,
+        use_beta_sigmoid=use_beta_sigmoid,
+        allow_neg_eigval=allow_neg_eigval,
+    )
+    run = dispatch.choose(problem.facts, impl).step
+    if run is None:
+        raise RuntimeError("an implementation without a step gave no reason against one")
+    with _without_autocast(problem.facts.device):
+        return run(problem)
+
+
+_STEP = inspect.signature(step)
+
+
+def step_facts(*args: object, **kwargs: object) -> Facts:
+    """The facts of a `step` call, validated. Raises what `step` raises."""
+    call = _STEP.bind(*args, **kwargs)
+    call.apply_defaults()
+    arguments = dict(call.arguments)
+    validate.implementation_name(arguments.pop("impl"), tuple(dispatch.TABLE))
+    return validate.step(**arguments).facts
 
 
 def _differentiates(*tensors: Tensor | None) -> bool:
@@ -168,11 +263,14 @@ def _traced(
 
 def _run(implementation: Implementation, problem: Problem) -> Output:
     """Run it with autocast off: inputs are taken as they come, and products keep the precision declared for them."""
-    device = problem.facts.device
+    with _without_autocast(problem.facts.device):
+        return implementation.fwd(problem)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return implementation.fwd(problem)
-    return implementation.fwd(problem)
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _same_arguments(like: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:

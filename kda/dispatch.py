@@ -22,8 +22,9 @@ TABLE = {
     "recurrent": "kda.ref.recurrent",
 }
 
-#: What `auto` may take, best first, by device type.
+#: What `auto` may take, best first, by device type; and for a decode step.
 AUTO = {"cuda": ("cuda", "triton"), "cpu": ("chunked",)}
+AUTO_STEP = {"cuda": ("triton",), "cpu": ("recurrent",)}
 
 
 class Unsupported(NotImplementedError):
@@ -95,6 +96,11 @@ def implementations() -> list[Availability]:
     return rows
 
 
+def automatic(facts: Facts) -> tuple[str, ...]:
+    """The names `auto` may take, best first."""
+    return (AUTO_STEP if facts.operation == "step" else AUTO).get(facts.device, ())
+
+
 @lru_cache
 def _missing(name: str) -> str | None:
     return implementation(name).unavailable()
@@ -154,7 +160,7 @@ def _at_first_use(name: str, facts: Facts) -> tuple[str, ...]:
 
 def explain_facts(facts: Facts, impl: str = "auto") -> Explanation:
     """What `impl` comes to for these facts, with every implementation's reasons. Builds nothing: not built is one."""
-    auto = AUTO.get(facts.device, ())
+    auto = automatic(facts)
     reasons = {name: _reasons(name, facts) for name in TABLE}
     candidates = auto if impl == "auto" else (impl,)
     chosen = next((name for name in candidates if not reasons[name]), None)
@@ -168,7 +174,7 @@ def choose(facts: Facts, impl: str = "auto") -> Implementation:
     `auto` takes what is there. One asked for by name that only has to be built is built now, unless KDA_NO_JIT=1; a
     build that fails raises its own RuntimeError.
     """
-    candidates = AUTO.get(facts.device, ()) if impl == "auto" else (impl,)
+    candidates = automatic(facts) if impl == "auto" else (impl,)
     reasons_of = _reasons if impl == "auto" else _at_first_use
     for name in candidates:
         against = reasons_of(name, facts)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kda.numerics import L2NORM_EPS, MAX_EXP
-from kda.problem import Facts, GateKind, Problem
+from kda.problem import Facts, GateKind, Problem, StepProblem
 
 
 def log_decay(
@@ -35,7 +35,7 @@ def log_decay(
     return (lower_bound or 0.0) * torch.sigmoid(g if rate is None else rate * g)
 
 
-def problem_log_decay(problem: Problem, g: Tensor) -> Tensor:
+def problem_log_decay(problem: Problem | StepProblem, g: Tensor) -> Tensor:
     """`log_decay` of `g` ([..., HV, K], already in the dtype to compute in) with the problem's own gate."""
     facts = problem.facts
     return log_decay(g, facts.gate, facts.lower_bound, problem.A_log, problem.dt_bias)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import add, itemgetter, or_
+from operator import add, attrgetter, itemgetter, or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda import validate
-from kda.problem import ABSENT, TENSORS, VECTOR, Facts, GateKind, Implementation, Layout, Mark, Output, Problem
+from kda.problem import ABSENT, TENSORS, VECTOR, Facts, GateKind, Implementation, Layout, Mark, Output, Problem, mark
 
 #: Calls that are remembered; then all are forgotten.
 MOST = 1024
@@ -27,8 +27,9 @@ _OUT, _INITIAL, _FINAL, _OFFSETS = (
 )
 _PARAMETERS = (TENSORS.index("A_log"), TENSORS.index("dt_bias"))
 #: Those whose rows are asked to be of whole vectors; see `problem.aligned`.
-_rows = itemgetter(*map(TENSORS.index, ("q", "k", "v", "g", "out", "initial_state", "final_state")))
+_rows = itemgetter(*map(TENSORS.index, validate.ROWS))
 _address = Tensor.data_ptr
+_is_nested = attrgetter("is_nested")
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -112,13 +113,14 @@ class Plans:
         """The plan that serves a call, if there is one."""
         try:
             plans = self._plans.get(key)
-        except TypeError:  # not hashable: the arguments are wrong, and validation says how
+            if plans is None or any(map(_is_nested, tensors)):  # which torch's guards cannot look at
+                return None
+        except (AttributeError, TypeError):  # no tensors, or not hashable: validation says what is wrong
             return None
-        if plans is not None:
-            compared = _told_apart(tensors)
-            for plan in plans:
-                if plan.alike(*compared):
-                    return plan
+        compared = _told_apart(tensors)
+        for plan in plans:
+            if plan.alike(*compared):
+                return plan
         return None
 
     def add(self, key: Hashable, plan: Plan) -> None:
@@ -141,10 +143,10 @@ def key_of(tensors: Tensors, *rest: Hashable) -> Hashable:
 
 def filled(tensors: Tensors) -> list[Tensor]:
     """The tensors, with `ABSENT` for what is not there."""
-    return [mark if x is None else x for x, mark in zip(tensors, ABSENT)]  # noqa: B905 (0.1 us)
+    return [absent if x is None else x for x, absent in zip(tensors, ABSENT)]  # noqa: B905 (0.1 us)
 
 
-_IN_PLACE = torch.empty(1, device="cpu").as_subclass(Mark)
+_IN_PLACE = mark(1)
 
 
 def _told_apart(tensors: list[Tensor]) -> list[Tensor]:

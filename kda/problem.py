@@ -46,8 +46,14 @@ class Mark(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+def mark(size: int) -> Tensor:
+    """A tensor of that type, a real one also where the import is traced with fake ones."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(size, device="cpu").as_subclass(Mark)
+
+
 #: Stand for the tensors that a call has not, where calls are compared and addresses taken: theirs is 0.
-ABSENT: tuple[Tensor, ...] = tuple(torch.empty(0, device="cpu").as_subclass(Mark) for _ in TENSORS)
+ABSENT: tuple[Tensor, ...] = tuple(mark(0) for _ in TENSORS)
 
 
 def aligned(x: Tensor, unit: int = VECTOR) -> bool:
@@ -150,6 +156,8 @@ class Facts:
     unaligned: tuple[str, ...]
     #: Names of the arguments that require grad, where grad mode is on.
     requires_grad: tuple[str, ...]
+    #: Which of the library's calls: "fwd", or "step", where B = N rows of T tokens each have a state in a pool.
+    operation: str = "fwd"
 
 
 def buffers(
@@ -219,6 +227,27 @@ class Problem:
         return Output(o if self.out is None else self.out.copy_(o), state)
 
 
+@dataclass(frozen=True, eq=False)
+class StepProblem:
+    """A validated call of `kda.step`. Shapes as there; A_log is [HV] and dt_bias [HV, K] here."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    scale: float
+    out: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    state_indices: Tensor | None
+    write_indices: Tensor | None
+    token_indices: Tensor | None
+    fresh: Tensor | None
+    facts: Facts
+
+
 class Missing(RuntimeError):
     """What an implementation needs is not on this machine. The message is a sentence: what, and how to get it."""
 
@@ -240,6 +269,7 @@ class Implementation:
     again:        `fwd` for a repeated call, where only addresses and contents are new: from the facts and memo, and
                   the tensors in the order of TENSORS, `ABSENT` for what is not there. It has to look for buffers that
                   lie on other tensors, and for addresses that are not aligned. None if validation has to look again.
+    step:         `kda.step`, the state updated in place; None where there is none, which `reasons` says then.
     """
 
     name: str
@@ -251,3 +281,4 @@ class Implementation:
     build: Callable[..., Path] | None = None
     notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])
     again: Callable[[Facts, dict[str, Any], list[Tensor]], Output | None] | None = None
+    step: Callable[[StepProblem], Tensor] | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 import kda
 import kda.cuda.fwd
 from kda import api, dispatch, plan, validate
+from kda.cuda import library
 from kda.cuda.params import FwdParams
 from kda.problem import aligned
 from kda.testing.cases import Case, arguments, within_hopper
@@ -146,11 +147,16 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.raw: list[bytes] = []
+        self.refuses = False
 
-    def kda_fwd_sm90(self, given: bytes, stream: int) -> int:
+    def kda_fwd_sm90(self, given: bytes, stream: int, careful: bool) -> int:
+        if careful and self.refuses:
+            return library.REFUSED
         p = FwdParams.from_buffer_copy(given)
         self.raw.append(given)
-        self.calls.append({name: getattr(p, name) for name, *_ in FwdParams._fields_} | {"stream": stream})
+        self.calls.append(
+            {name: getattr(p, name) for name, *_ in FwdParams._fields_} | {"stream": stream, "careful": careful}
+        )
         return 0
 
 
@@ -158,8 +164,6 @@ class Recorder:
 def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """`kda.cuda.fwd` with the library and the device replaced, so that what it passes on can be looked at."""
     import contextlib
-
-    from kda.cuda import library
 
     recorder = Recorder()
     monkeypatch.setattr(library, "load", lambda: recorder)
@@ -269,15 +273,34 @@ def test_a_call_of_nothing(record: Recorder) -> None:
     assert not fwd(result).o.any()
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_repeated_call_launches_the_same(record: Recorder, monkeypatch: pytest.MonkeyPatch, given: bool) -> None:
-    """From the plan to the launch: the parameters of the same call on its own, byte for byte, its own addresses in."""
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every call that is validated in full; `cuda` runs them, and there are no plans yet."""
     ready = replace(dispatch.implementation("cuda"), reasons=lambda facts: [], unavailable=lambda: None)
     monkeypatch.setattr(dispatch, "choose", lambda facts, impl: ready)
-    validated: list[int] = []
+    calls: list[int] = []
     original = validate.forward
-    monkeypatch.setattr(validate, "forward", lambda *args, **flags: validated.append(1) or original(*args, **flags))
+    monkeypatch.setattr(validate, "forward", lambda *args, **flags: calls.append(1) or original(*args, **flags))
     monkeypatch.setattr(api, "_PLANS", plan.Plans())
+    return calls
+
+
+def test_views_side_by_side_are_launched(record: Recorder, validated: list[int]) -> None:
+    """What the library's quick look refuses, validation looks at, and then it runs; at every call."""
+    record.refuses = True
+    call = arguments(within_hopper(Case(lengths=(20, 5), H=2)))
+    both = torch.empty(1, 25, 2, 256, dtype=torch.bfloat16)
+    both[..., :128] = call["v"]
+    call |= {"v": both[..., :128], "out": both[..., 128:]}
+    for n in (1, 2):
+        assert kda.fwd(**call, impl="cuda").o is call["out"]
+        assert len(validated) == len(record.calls) == n
+    assert not any(p["careful"] for p in record.calls)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_repeated_call_launches_the_same(record: Recorder, validated: list[int], given: bool) -> None:
+    """From the plan to the launch: the parameters of the same call on its own, byte for byte, its own addresses in."""
     for seed in (1, 2):
         call = arguments(within_hopper(Case(lengths=(20, 0, 5), H=2, group=2, seed=seed)))
         if given:

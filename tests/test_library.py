@@ -161,7 +161,7 @@ def test_load(library):
     check(0)
     with pytest.raises(RuntimeError, match=r"the fwd kernel failed: out of memory \(CUDA error 2\)"):
         check(2, "the fwd kernel")
-    with pytest.raises(RuntimeError, match="a buffer lies on another tensor"):
+    with pytest.raises(RuntimeError, match="a buffer may lie on another tensor"):
         check(REFUSED)
     with pytest.raises(RuntimeError, match=f"has ABI {abi()}, expected {abi() + 1}.*build --force"):
         open_library(library, abi() + 1)

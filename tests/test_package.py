@@ -76,6 +76,19 @@ result["names"] = [name for name in kda.__all__ if not hasattr(kda, name)]
 """
 
 
+def test_the_import_makes_real_tensors_under_fake_ones() -> None:
+    """As a tracer imports it."""
+    script = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode(), torch.inference_mode(), torch.device("meta"):
+    import kda
+q = torch.randn(1, 3, 1, 4)
+result["o"] = [list(kda.fwd(q, q, q, -q.abs(), q[..., 0]).o.shape) for _ in range(2)]
+"""
+    assert fresh(script)["o"] == [[1, 3, 1, 4]] * 2
+
+
 @pytest.fixture(scope="module")
 def bare() -> dict:
     """`import kda` with nothing but torch to be had and every device query refused."""

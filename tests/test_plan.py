@@ -85,7 +85,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_decides_is_in_the_signature(validated: list[int], name: str) -> None:
+def test_whatever_decides_is_compared(validated: list[int], name: str) -> None:
     call = arguments(CASE)
     kda.fwd(**call)
     if name == "shape":
@@ -186,6 +186,29 @@ def test_tensors_that_come_twice(validated: list[int]) -> None:
     for _ in range(3):
         assert_same(kda.fwd(**call), expected)
     assert len(validated) == 1
+
+
+def test_nested_tensors_are_refused_as_ever() -> None:
+    """torch's guards end the process on one."""
+    call = arguments(CASE)
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3)])
+    for _ in range(2):
+        kda.fwd(**call)
+        for name in ("q", "k", "beta", "A_log", "initial_state", "cu_seqlens"):
+            with pytest.raises(TypeError, match=f"{name}: expected a dense tensor, got a nested tensor"):
+                kda.fwd(**dict(call, **{name: nested}))
+
+
+def test_a_first_call_that_fails_is_not_remembered(validated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = arguments(CASE)
+    run = api._run
+    monkeypatch.setattr(api, "_run", lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        kda.fwd(**call)
+    monkeypatch.setattr(api, "_run", run)
+    for _ in range(3):
+        kda.fwd(**call)
+    assert len(validated) == 2
 
 
 def test_a_build_is_seen(validated: list[int]) -> None:

@@ -19,8 +19,11 @@ MAKEFILE = (Path(__file__).parent.parent / "Makefile").read_text()
 def test_snippets_run(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(snippet, "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert "torch.Size([1, 300, 2, 64]) torch.Size([3, 2, 64, 64])" in printed
-    assert "chosen" in printed
+    if "explain" in snippet:
+        assert "torch.Size([1, 300, 2, 64]) torch.Size([3, 2, 64, 64])" in printed
+        assert "chosen" in printed
+    else:
+        assert printed == "torch.Size([3, 1, 2, 64]) True True\n"
 
 
 def test_tables_are_complete() -> None:
@@ -31,8 +34,10 @@ def test_tables_are_complete() -> None:
         if parameter.kind is parameter.KEYWORD_ONLY:
             default = f'"{parameter.default}"' if isinstance(parameter.default, str) else str(parameter.default)
             assert f"| `{parameter.name}` | `{default}` |" in README
-    positional = ", ".join(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
-    assert f"`kda.fwd({positional}, *, ...)`" in README
+    for call in (kda.fwd, kda.step):
+        parameters = inspect.signature(call).parameters.values()
+        positional = ", ".join(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+        assert f"`kda.{call.__name__}({positional}, *, ...)`" in README
 
 
 def test_commands_exist() -> None:

@@ -247,18 +247,29 @@ def run(
     if device == "cpu":
         console.print("No GPU here: these are the PyTorch implementations on the CPU, at small sizes.")
     parts: list[tuple[str, list[list[str]]]] = []
-    rows, accepted = accuracy(console, names, device, peers=suite != "time")
-    if suite != "time":
-        parts.append(("Accuracy: RMS error / RMS reference against fp64", rows))
-        _print(console, *parts[-1])
+    accepted = True
+    if suite != "decode":
+        rows, accepted = accuracy(console, names, device, peers=suite != "time")
+        if suite != "time":
+            parts.append(("Accuracy: RMS error / RMS reference against fp64", rows))
+            _print(console, *parts[-1])
     if not accepted:
         console.print("[red]an implementation is outside the tolerance (see worst sigma): not timed")
         return 1
-    if suite != "accuracy":
-        rows, accepted = times(console, names, device, heads)
-        parts.append(("Forward: K = V = 128, bounded gate of -5, states in fp32", rows))
+    if suite in ("all", "decode"):
+        from kda.cli import decode
+
+        rows, accepted = decode.times(console, impls, device)
+        parts.append(("Decode: one token, K = V = 128, bounded gate of -5, states in fp32", rows))
         _print(console, *parts[-1])
         if not accepted:
+            console.print("[red]a step is not what the specification does (see RMS difference)")
+    if suite in ("all", "time"):
+        rows, agreed = times(console, names, device, heads)
+        accepted &= agreed
+        parts.append(("Forward: K = V = 128, bounded gate of -5, states in fp32", rows))
+        _print(console, *parts[-1])
+        if not agreed:
             console.print("[red]the implementations disagree at a timed shape (see RMS difference)")
     if markdown:
         head = f"{versions()}{_peer_versions()}, {datetime.date.today().isoformat()}"

@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from kda.problem import Output
 
 
@@ -38,6 +40,37 @@ def _fla(call: dict[str, Any]) -> Callable[[], Output]:
 
     return run
 
+
+def _fla_step(call: dict[str, Any], states: Tensor) -> Callable[[], Output]:
+    """`fused_recurrent_kda` of flash-linear-attention, which returns new states."""
+    import torch
+    from fla.ops.kda import fused_recurrent_kda
+
+    def run() -> Output:
+        with torch.inference_mode():
+            o, state = fused_recurrent_kda(
+                q=call["q"],
+                k=call["k"],
+                v=call["v"],
+                g=call["g"],
+                beta=call["beta"],
+                A_log=call["A_log"],
+                dt_bias=call["dt_bias"].flatten(),
+                lower_bound=call["lower_bound"],
+                initial_state=states,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                state_v_first=True,
+            )
+        return Output(o, state)
+
+    return run
+
+
+#: name -> its decode step, from a call of `kda.step` and the states.
+STEPS: dict[str, Callable[[dict[str, Any], Tensor], Callable[[], Output]]] = {"fla": _fla_step}
 
 #: name -> (module to look for, distribution, how to make a call of it).
 PEERS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Callable[[], Output]]]] = {

@@ -46,6 +46,8 @@ def _build(*, force: bool = False, verbose: bool = False) -> Path:
 
 def _reasons(facts: Facts) -> list[str]:
     reasons = []
+    if facts.operation != "fwd":
+        reasons.append(f"there is no {facts.operation} here; the triton implementation has one.")
     if facts.device != "cuda" or facts.rocm:
         where = "a ROCm GPU" if facts.rocm and facts.device == "cuda" else f"a {facts.device} device"
         reasons.append(f"q is on {where}; the kernel runs on NVIDIA Hopper GPUs.")

@@ -56,13 +56,16 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device.index)
 
 
-def _launch(parameters: bytes, addresses: Iterable[int], device: torch.device) -> int:
-    """One launch on the device's current stream. Returns the library's error, 0 if there was none."""
+def _launch(parameters: bytes, addresses: Iterable[int], device: torch.device, careful: bool) -> int:
+    """One launch on the device's current stream. Returns the library's error, 0 if there was none.
+
+    careful: look for buffers that lie on other tensors, which validation has not done.
+    """
     p = _ADDRESSES.pack(*addresses) + parameters
     if torch.cuda.current_device() == device.index:
-        return library.load().kda_fwd_sm90(p, _stream(device))
+        return library.load().kda_fwd_sm90(p, _stream(device), careful)
     with torch.cuda.device(device):
-        return library.load().kda_fwd_sm90(p, _stream(device))
+        return library.load().kda_fwd_sm90(p, _stream(device), careful)
 
 
 def fwd(problem: Problem) -> Output:
@@ -81,7 +84,8 @@ def fwd(problem: Problem) -> Output:
     known = problem.memo.get("cuda")
     if known is None:
         known = problem.memo["cuda"] = _parameters(problem, tensors)
-    library.check(_launch(known, [0 if x is None else x.data_ptr() for x in tensors.values()], problem.q.device))
+    addresses = [0 if x is None else x.data_ptr() for x in tensors.values()]
+    library.check(_launch(known, addresses, problem.q.device, careful=False))
 
     if problem.out is not None and out is not problem.out:
         out = problem.out.copy_(out)
@@ -104,7 +108,7 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output |
         tensors[_OUT] = out
         if made is not None:
             tensors[_FINAL] = made
-    if error := _launch(known, map(_address, tensors), device):
+    if error := _launch(known, map(_address, tensors), device, careful=True):
         if error == library.REFUSED:
             return None
         library.check(error)

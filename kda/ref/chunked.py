@@ -222,6 +222,8 @@ def fwd(problem: Problem, operand: Operand = exact, inverse: Operand = exact) ->
 
 
 def _reasons(facts: Facts) -> list[str]:
+    if facts.operation != "fwd":
+        return [f"there is no {facts.operation} here, where tokens come by the chunk; recurrent has one."]
     return []
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, einsum
 
 from kda.gate import activate_beta, l2norm, problem_log_decay
 from kda.numerics import Rounding
-from kda.problem import Facts, Implementation, Output, Problem, computed_in
+from kda.problem import Facts, Implementation, Output, Problem, StepProblem, computed_in
 
 
 class Step(NamedTuple):
@@ -29,29 +29,82 @@ class Step(NamedTuple):
     o: Tensor  # [HV, V]
 
 
+def update(
+    problem: Problem | StepProblem,
+    at: tuple[int, int, int],
+    token: Sequence[Tensor],
+    S: Tensor,
+) -> Step:
+    """One token: q, k [H, K], v [HV, V], g [HV, K] and beta [HV], in the dtype to compute in, and S [HV, K, V].
+
+    at: its sequence, row and place.
+    """
+    q, k, v, g, beta = token
+    facts = problem.facts
+    group = facts.HV // max(facts.H, 1)
+    if facts.use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (problem.scale * q).repeat_interleave(group, 0), k.repeat_interleave(group, 0)
+    a, b = problem_log_decay(problem, g), activate_beta(beta, facts)
+
+    decayed = a.exp()[..., None] * S
+    residual = v - einsum("hk,hkv->hv", k, decayed)
+    S = decayed + einsum("hk,hv->hkv", b[:, None] * k, residual)
+    o = einsum("hk,hkv->hv", q, S)
+    return Step(*at, q, k, v, a, b, decayed, S, o)
+
+
 def steps(problem: Problem) -> Iterator[Step]:
     """The recurrence itself, sequence after sequence and token by token.
 
     Each token is activated and normalised by itself: what a vectorised function returns for an element may depend, in
     the last bit, on how many others are computed with it, and a token's output must not depend on later tokens.
     """
-    facts, dtype, group = problem.facts, problem.compute_dtype, problem.group()
+    dtype = problem.compute_dtype
     q, k, v, g, beta = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.g, problem.beta))
     initial = problem.initial()
     for n, (row, start, stop) in enumerate(problem.layout.spans()):
         S = initial[n]
         for t in range(start, stop):
-            qt, kt, vt = q[row, t], k[row, t], v[row, t]  # [H, K], [H, K], [HV, V]
-            if facts.use_qk_l2norm:
-                qt, kt = l2norm(qt), l2norm(kt)
-            qt, kt = (problem.scale * qt).repeat_interleave(group, 0), kt.repeat_interleave(group, 0)
-            at, bt = problem_log_decay(problem, g[row, t]), activate_beta(beta[row, t], facts)
+            token = update(problem, (n, row, t), [x[row, t] for x in (q, k, v, g, beta)], S)
+            S = token.state
+            yield token
 
-            decayed = at.exp()[..., None] * S
-            residual = vt - einsum("hk,hkv->hv", kt, decayed)
-            S = decayed + einsum("hk,hv->hkv", bt[:, None] * kt, residual)
-            o = einsum("hk,hkv->hv", qt, S)
-            yield Step(n, row, t, qt, kt, vt, at, bt, decayed, S, o)
+
+def step(problem: StepProblem) -> Tensor:
+    """`kda.step` by the same recurrence, row after row. Reads the indices (a synchronisation on a GPU)."""
+    facts, pool = problem.facts, problem.state
+    N, T = facts.B, facts.T
+    dtype = computed_in(facts.dtype)
+    q, k, v, g, beta = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.g, problem.beta))
+
+    def slots(indices: Tensor | None) -> list[Any] | None:
+        """Negative where there is no such slot."""
+        if indices is None:
+            return None
+        return torch.where(indices < pool.shape[0], indices, -1).tolist()
+
+    reads = slots(problem.state_indices) or list(range(N))
+    writes = slots(problem.write_indices) or reads
+    tokens = slots(problem.token_indices)
+    fresh = problem.fresh.tolist() if problem.fresh is not None else [False] * N
+    o = torch.zeros(problem.v.shape, dtype=dtype, device=problem.q.device)
+    states = []  # all rows read the pool as it was
+    for n, slot in enumerate(reads):
+        start = pool[max(slot, 0)].to(dtype).transpose(-1, -2)  # [HV, K, V]
+        states.append(torch.zeros_like(start) if fresh[n] else start.clone())
+    for n, slot in enumerate(reads):
+        if slot < 0:
+            continue
+        S = states[n]
+        for t in range(T):
+            token = update(problem, (n, n, t), [x[n, t] for x in (q, k, v, g, beta)], S)
+            S, o[n, t] = token.state, token.o
+            if tokens is not None and tokens[n][t] >= 0:
+                pool[tokens[n][t]] = S.transpose(-1, -2).to(pool.dtype)
+        if writes[n] >= 0:
+            pool[writes[n]] = S.transpose(-1, -2).to(pool.dtype)
+    return o.to(facts.dtype) if problem.out is None else problem.out.copy_(o)
 
 
 def fwd(problem: Problem) -> Output:
@@ -84,4 +137,5 @@ IMPL = Implementation(
     reasons=_reasons,
     rounding=_rounding,
     fwd=fwd,
+    step=step,
 )

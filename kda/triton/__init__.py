@@ -1,7 +1,7 @@
 """The portable fast path: a chunked forward in Triton, for every gate and shape up to 256 channels.
 
 `math` holds the device helpers, `prepare` and `recur` the two kernels (the stages of `kda.ref.chunked`), `config` the
-one table of tiles, `forward` the host side. Triton itself is imported with the first call.
+one table of tiles, `forward` the host side; `step` is the decode step. Triton itself is imported with the first call.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 
 import torch
+from torch import Tensor
 
 from kda.numerics import Rounding, unit_roundoff
-from kda.problem import Facts, Implementation, Output, Problem
+from kda.problem import Facts, Implementation, Output, Problem, StepProblem
 from kda.triton.config import FP16_LOST, tiles
 
 MAX_CHANNELS = 256
@@ -43,6 +44,8 @@ def _reasons(facts: Facts) -> list[str]:
 
 
 def _rounding(facts: Facts) -> Rounding:
+    if facts.operation == "step":  # no product of the tensor cores, and no chunk
+        return Rounding.uniform(torch.float32, output=facts.dtype, stored_state=facts.state_dtype, chunk=1)
     bf16 = facts.dtype == torch.bfloat16
     fp32 = unit_roundoff(torch.float32)
     return Rounding(
@@ -63,6 +66,12 @@ def _fwd(problem: Problem) -> Output:
     return fwd(problem)
 
 
+def _step(problem: StepProblem) -> Tensor:
+    from kda.triton.step import step
+
+    return step(problem)
+
+
 IMPL = Implementation(
     name="triton",
     summary="chunked Triton kernels; every gate, bf16/fp16/fp32, K and V up to 256",
@@ -70,4 +79,5 @@ IMPL = Implementation(
     rounding=_rounding,
     fwd=_fwd,
     unavailable=_unavailable,
+    step=_step,
 )

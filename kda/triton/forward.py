@@ -14,7 +14,8 @@ from kda.triton.config import anchored_rows, power_of_two, tiles
 from kda.triton.prepare import prepare_kernel
 from kda.triton.recur import recur_kernel
 
-_GATES = {GateKind.BOUNDED: math.BOUNDED, GateKind.SOFTPLUS: math.SOFTPLUS, GateKind.GIVEN: math.GIVEN}
+#: The kernels' numbers of the gates.
+GATES = {GateKind.BOUNDED: math.BOUNDED, GateKind.SOFTPLUS: math.SOFTPLUS, GateKind.GIVEN: math.GIVEN}
 
 
 def _tile_reach(x: Tensor, rows: int) -> int:
@@ -102,7 +103,7 @@ def fwd(problem: Problem) -> Output:
                 ANCHORED=anchored,
                 FIRST_LEVEL=max(anchored.bit_length() - 1, 0),
                 LEVELS=C.bit_length() - 1,
-                GATE=_GATES[facts.gate],
+                GATE=GATES[facts.gate],
                 INVERSE=inverse,
                 TWO_TERMS=not bf16,
                 num_warps=config.prepare_warps,

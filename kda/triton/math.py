@@ -113,6 +113,12 @@ def split_norm(square, normalise):
 
 
 @triton.jit
+def unit_factor(x, normalise):
+    """What a vector is multiplied by to be normalised, 1 where it is taken as it is."""
+    return tl.where(normalise != 0, 1.0 / tl.sqrt(tl.sum(x * x, 0) + _EPS), 1.0)
+
+
+@triton.jit
 def cumulative(a, TWO_TERMS: tl.constexpr):
     """Cumulative sum of a chunk's log decays [C, channels] down the rows, as two terms to be added.
 

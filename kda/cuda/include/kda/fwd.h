@@ -1,5 +1,5 @@
 // The C ABI of the library: what a caller fills in, and the functions it exports. Plain C, no torch, no CUDA header.
-// `kda/cuda/library.py` mirrors the structures field by field; KDA_ABI changes with every change here.
+// `kda/cuda/params.py` mirrors the structures field by field; KDA_ABI changes with every change here.
 #pragma once
 #include <stdint.h>
 
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/// Returned where nothing was launched because a buffer lies on another tensor (other than `final_state` exactly on
+/// Returned where nothing was launched because a buffer may lie on another tensor (other than `final_state` exactly on
 /// `initial_state`), or the address of a tensor with rows is no multiple of 16.
 #define KDA_REFUSED (-1)
 
@@ -59,8 +59,9 @@ int kda_abi(void);
 /// Compute capability the kernels were compiled for, such as 90.
 int kda_arch(void);
 
-/// Launch on `stream` (a cudaStream_t) of the current device. Returns 0, KDA_REFUSED or an error of CUDA.
-int kda_fwd_sm90(const struct kda_fwd_params* params, void* stream);
+/// Launch on `stream` (a cudaStream_t) of the current device. Returns 0 or an error of CUDA; or KDA_REFUSED, but only if
+/// `careful` asks for a look at the addresses: by first and last bytes alone, so views side by side in one tensor are refused.
+int kda_fwd_sm90(const struct kda_fwd_params* params, void* stream, int careful);
 
 /// Text of what the function above returned; never null.
 const char* kda_error_text(int error);

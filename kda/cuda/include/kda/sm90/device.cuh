@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_transposed(void* row, uint32_t a, uint32_t
 /// d += a b for one 16 x 8 x 16 product in bf16, or fp16. A lane holds of a [16 x 16] in row-major order rows lane / 4 and 8 more,
 /// columns lane % 4 * 2 and 8 more; b is [8 x 16] the same way.
 template <bool FP16 = false>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   using Product = std::conditional_t<FP16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
   Product::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
 }

@@ -18,12 +18,12 @@ __device__ __forceinline__ int by_rows(int row, int column, int lane) {
 
 /// Product of 16 x 16 blocks; y is given transposed.
 template <bool FP16>
-__device__ __forceinline__ void multiply_blocks(float (&d)[2][4], const uint32_t (&x)[4], const uint32_t (&y)[4]) {
-  mma<FP16>(d[0], x, y[0], y[1]);
-  mma<FP16>(d[1], x, y[2], y[3]);
+__device__ __forceinline__ void multiply_blocks(float (&d)[8], const uint32_t (&x)[4], const uint32_t (&y)[4]) {
+  mma<FP16>(d, x, y[0], y[1]);
+  mma<FP16>(d + 4, x, y[2], y[3]);
 }
 
-/// Four registers of 16 accumulators in bf16, times a power of two: scaled after the rounding, two at once, which is exact.
+/// Eight accumulators in bf16, times a power of two: scaled after the rounding, two at once, which is exact above 2^-126.
 __device__ __forceinline__ void pack_block(uint32_t (&y)[4], const float* d, float power) {
   const uint32_t both = pack(power, power);
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ void fold_queries(char* aq, const char* inverse, int 
     load_matrices(ab[i], inverse + by_rows(i / 2, (i + 1) / 2, lane));
     load_matrices(m[i], aq + by_columns((i + 1) / 2, i / 2, lane));
   }
-  float d[3][2][4] = {};
+  float d[3][8] = {};
   multiply_blocks<FP16>(d[0], m[0], ab[0]);
   multiply_blocks<FP16>(d[1], m[1], ab[0]);
   multiply_blocks<FP16>(d[2], m[2], ab[2]);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void fold_queries(char* aq, const char* inverse, int 
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     uint32_t y[4];
-    pack_block(y, d[i][0], (i ? power_of_two(anchor - CARRIED) : 1.0f) / (SCALE<FP16> * SCALE<FP16>));
+    pack_block(y, d[i], (i ? power_of_two(anchor - CARRIED) : 1.0f) / (SCALE<FP16> * SCALE<FP16>));
     store_matrices(aq + by_columns((i + 1) / 2, i / 2, lane), y[0], y[1], y[2], y[3]);
   }
 }

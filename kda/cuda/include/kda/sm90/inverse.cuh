@@ -98,7 +98,7 @@ __device__ __forceinline__ void merge(float* lower, char* inverse, int lane) {
   uint32_t a[4], b[4], t[4];
   load_matrices(a, inverse + by_rows(0, 0, lane));
   load_transposed(b, inverse + by_rows(1, 1, lane));
-  float bt[2][4] = {}, c[2][4] = {};
+  float bt[8] = {}, c[8] = {};
 #pragma unroll
   for (int i = 0; i < TERMS<FP16>; ++i) {
     load_transposed(t, term_of_t(lower, i, lane));
@@ -108,7 +108,7 @@ __device__ __forceinline__ void merge(float* lower, char* inverse, int lane) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t y[TERMS<FP16>];
-    split<FP16>(y, bt[i / 2][i % 2 * 2] * (1.0f / SCALE<FP16>), bt[i / 2][i % 2 * 2 + 1] * (1.0f / SCALE<FP16>));
+    split<FP16>(y, bt[2 * i] * (1.0f / SCALE<FP16>), bt[2 * i + 1] * (1.0f / SCALE<FP16>));
 #pragma unroll
     for (int j = 0; j < TERMS<FP16>; ++j) x[j][i] = y[j];
   }
@@ -117,7 +117,7 @@ __device__ __forceinline__ void merge(float* lower, char* inverse, int lane) {
   uint32_t y[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    y[i] = pack16<FP16>(c[i / 2][i % 2 * 2] * (1.0f / SCALE<FP16>), c[i / 2][i % 2 * 2 + 1] * (1.0f / SCALE<FP16>));
+    y[i] = pack16<FP16>(c[2 * i] * (1.0f / SCALE<FP16>), c[2 * i + 1] * (1.0f / SCALE<FP16>));
   }
   store_transposed(inverse + by_rows(0, 1, lane), y[0], y[1], y[2], y[3]);
 }

@@ -1,13 +1,15 @@
 // What lies in shared memory, and who hands it to whom.
 //
-//                                       invert
-//                            lower_full ^    | inverse_full
-//                                       |    v
-//   copy ---raw---> rows ---ready---> prepare ---full---> recur ---> out
-//     | ^                               ^ | ^               | |
-//     +-|----------raw_gate-------------+ | +----empty------+ |
-//       +------full: room for a gate------+                   |
-//       +------read: room for k, q and v----------------------+
+//                                       invert -------full-----+
+//                            lower_full ^    | inverse_full      |
+//                                       |    v                   v
+//   copy ---raw---> rows ---ready---> prepare ---full---------> recur ---> out
+//     | ^                               ^ | ^                    | |
+//     +-|----------raw_gate-------------+ | +-------empty--------+ |
+//       +------full: room for a gate------+                        |
+//       +------read: room for k, q and v---------------------------+
+//
+// (Of a place that holds a state the inverting warp waits for raw_gate too, and arrives.)
 //
 // A stage holds one chunk of 32 tokens of one head, or half of the initial state of a task, which comes before its chunks.
 // Tiles are two halves of 64 channels; a half is 32 rows of 128 bytes in the 128-byte swizzle of tensor maps and wgmma: the

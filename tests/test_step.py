@@ -1,0 +1,361 @@
+"""`kda.step`: decode on a pool of states, against the specification, and what no tolerance sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from targets import GPU, KERNELS, device, parameter
+from torch import Tensor
+
+import kda
+from kda import dispatch
+from kda.problem import Output
+from kda.ref.error import deviation
+from kda.testing.cases import Case, arguments
+from kda.testing.judge import expected
+
+IMPLS = ("recurrent", "triton")
+TOKENS = ("q", "k", "v", "g", "beta")
+#: Rows and tokens of a call, and what a case says about all else.
+MODEL = Case(lengths=(2,) * 5, packed=False, H=2, group=2, K=24, V=40)
+
+CASES = {
+    "one token": replace(MODEL, lengths=(1,) * 3),
+    "several tokens": replace(MODEL, lengths=(4,) * 2),
+    "a model's size": Case(lengths=(1,) * 2, packed=False, H=2, K=128, V=128, A_log=False, dt_bias=False),
+    "odd sizes": replace(MODEL, K=33, V=70),
+    "wide": Case(lengths=(1,), packed=False, K=256, V=256),
+    "softplus": replace(MODEL, gate="softplus", decay="mixed"),
+    "resets": replace(MODEL, gate="given", decay="resets", dtype="float32"),
+    "fp16": replace(MODEL, dtype="float16", decay="slow"),
+    "bf16 states": replace(MODEL, state_dtype="bfloat16", decay="slow"),
+    "weights": replace(MODEL, use_qk_l2norm=False, use_beta_sigmoid=False),
+    "negative eigenvalues": replace(MODEL, allow_neg_eigval=True, beta="strong", keys="close"),
+    "strides": replace(MODEL, strides="every-second"),
+    "rows of a projection": replace(MODEL, strides="packed", K=16),
+    "large values": replace(MODEL, exponent=40),
+}
+
+
+def impls() -> list:
+    return [parameter(name) for name in IMPLS]
+
+
+def call_of(case: Case, impl: str) -> tuple[dict[str, Any], Tensor]:
+    """The arguments of `step` but for the pool, and the states [N, HV, V, K]."""
+    call = arguments(case, device(impl))
+    call.pop("output_final_state")
+    states = call.pop("initial_state")
+    return {**call, "impl": impl}, states
+
+
+def assert_equal(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def pool_of(states: Tensor, slots: int, at: list[int]) -> Tensor:
+    """A pool full of NaN, but for the states in their slots."""
+    pool = states.new_full((slots, *states.shape[1:]), torch.nan)
+    pool[at] = states
+    return pool
+
+
+# ---- the specification
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_recurrence_is_that_of_fwd(name: str) -> None:
+    """`recurrent` steps as it runs through a sequence, to the bit."""
+    call, states = call_of(CASES[name], "recurrent")
+    pool = states.clone()
+    o = kda.step(**call, state=pool)
+    whole = kda.fwd(**call, initial_state=states, output_final_state=True)
+    assert_equal(o, whole.o)
+    assert_equal(pool, whole.final_state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("impl", impls())
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_specification(impl: str, name: str) -> None:
+    """Within the rounding that the implementation declares for a step, in slots of a pool full of NaN."""
+    case = CASES[name]
+    call, states = call_of(case, impl)
+    at = list(range(1, 2 * len(case.lengths), 2))[::-1]
+    pool = pool_of(states, 2 * len(case.lengths) + 1, at)
+    o = kda.step(**call, state=pool, state_indices=torch.tensor(at, device=pool.device))
+    from kda import api
+
+    gathered, _ = api.gather(**arguments(case))
+    rounding = dispatch.implementation(impl).rounding(replace(gathered.facts, operation="step"))
+    d = deviation(Output(o.cpu(), pool[at].cpu()), expected(case, rounding))
+    assert d.accepted, d
+    assert pool[::2].isnan().all()
+
+
+# ---- the pool
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> dict[str, Any]:
+    """Rows, tokens and indices of a call that writes no slot twice and reads none that another row writes."""
+    N, T = draw(st.integers(0, 4)), draw(st.integers(1, 3))
+    slots = N * (T + 2) + 2
+    own = draw(st.permutations(range(slots)))  # dealt out: a reader's, a writer's, and T for the tokens of each row
+    rows = [own[n * (T + 2) : (n + 1) * (T + 2)] for n in range(N)]
+    maybe = lambda slot: draw(st.sampled_from([slot, slot, -1, -7]))  # noqa: E731
+    return {
+        "N": N,
+        "T": T,
+        "slots": slots,
+        "state_indices": [maybe(row[0]) for row in rows],
+        "write_indices": draw(st.sampled_from([None, [maybe(row[1]) for row in rows]])),
+        "token_indices": draw(st.sampled_from([None, [[maybe(x) for x in row[2:]] for row in rows]])),
+        "fresh": draw(st.sampled_from([None, [draw(st.booleans()) for _ in rows]])),
+        "dtype": draw(st.sampled_from([torch.int8, torch.int32, torch.int64])),
+        "seed": draw(st.integers(0, 9)),
+    }
+
+
+@pytest.mark.parametrize("impl", [parameter("triton")])
+def test_patterns_of_indices(impl: str) -> None:
+    """As the specification does it; slots that nothing names keep every bit, NaN included, and no NaN gets out."""
+
+    @settings(max_examples=60 if GPU else 20, deadline=None, derandomize=True, database=None)
+    @given(patterns())
+    def attack(p: dict[str, Any]) -> None:
+        case = replace(MODEL, lengths=(p["T"],) * max(p["N"], 1), K=16, V=16, seed=p["seed"])
+        (call, states), (spec, _) = call_of(case, impl), call_of(case, "recurrent")
+        call, spec = ({k: x[: p["N"]] if k in TOKENS else x for k, x in c.items()} for c in (call, spec))
+        where = states.device
+        reads = p["state_indices"]
+        live = [n for n, slot in enumerate(reads) if slot >= 0 and not (p["fresh"] and p["fresh"][n])]
+        pool = pool_of(states[live], p["slots"], [reads[n] for n in live])
+        exact = pool.cpu().clone()
+        indices = {}
+        for name in ("state_indices", "write_indices", "token_indices"):
+            if p[name] is not None:
+                shape = (p["N"], p["T"]) if name == "token_indices" else (p["N"],)
+                indices[name] = torch.tensor(p[name], dtype=p["dtype"]).reshape(shape)
+        if p["fresh"] is not None:
+            indices["fresh"] = torch.tensor(p["fresh"], dtype=torch.bool)
+        before = exact.clone()
+        o_exact = kda.step(**spec, state=exact, **indices)
+        o = kda.step(**call, state=pool, **{name: x.to(where) for name, x in indices.items()})
+        torch.testing.assert_close(o.cpu().float(), o_exact.float(), rtol=2**-7, atol=2**-9)
+        torch.testing.assert_close(pool.cpu(), exact, rtol=1e-4, atol=1e-5, equal_nan=True)
+        untouched = before.isnan() & exact.isnan()
+        assert_equal(untouched, pool.cpu().isnan())
+        for n, slot in enumerate(reads):
+            if slot < 0:
+                assert not o[n].any()
+
+    attack()
+
+
+@pytest.mark.parametrize("impl", impls())
+def test_a_row_is_alone(impl: str) -> None:
+    """The same bits whatever else is in the batch, and the same as token by token."""
+    call, states = call_of(replace(MODEL, lengths=(3,) * 5), impl)
+    whole = states.clone()
+    o = kda.step(**call, state=whole)
+    for n in range(5):
+        pool = states[n : n + 1].clone()
+        alone = kda.step(**{**call, **{name: call[name][n : n + 1] for name in TOKENS}}, state=pool)
+        assert_equal(alone[0], o[n])
+        assert_equal(pool[0], whole[n])
+    pool = states.clone()
+    for t in range(3):
+        one = kda.step(**{**call, **{name: call[name][:, t : t + 1] for name in TOKENS}}, state=pool)
+        assert_equal(one[:, 0], o[:, t])
+    assert_equal(pool, whole)
+
+
+@pytest.mark.parametrize("impl", impls())
+def test_a_speculative_decoder(impl: str) -> None:
+    """Any prefix of what was drafted can be committed, and the committed state stays as it was until then."""
+    call, states = call_of(replace(MODEL, lengths=(3,) * 2), impl)
+    pool = pool_of(states, 8, [0, 1])
+    drafted = torch.tensor([[2, 3, 4], [5, 6, 7]], device=pool.device)
+    committed, nothing = torch.tensor([0, 1], device=pool.device), torch.tensor([-1, -1], device=pool.device)
+    o = kda.step(**call, state=pool, state_indices=committed, write_indices=nothing, token_indices=drafted)
+    assert_equal(pool[:2], states)
+    for accepted in (1, 2, 3):
+        again = states.clone()
+        prefix = kda.step(**{**call, **{name: call[name][:, :accepted] for name in TOKENS}}, state=again)
+        assert_equal(o[:, :accepted], prefix)
+        assert_equal(pool[drafted[:, accepted - 1]], again)
+
+
+@pytest.mark.parametrize("impl", impls())
+def test_layouts(impl: str) -> None:
+    """A pool in the rows of a larger tensor, transposed states, strided indices, and a buffer."""
+    call, states = call_of(MODEL, impl)
+    exact = states.clone()
+    expected_o = kda.step(**call, state=exact)
+    N, HV, V, K = states.shape
+    for make in (
+        lambda: torch.full((N, HV * V * K + 48), torch.nan, device=states.device)[:, 16:-32].unflatten(1, (HV, V, K)),
+        lambda: torch.full((HV, N, V, K), torch.nan, device=states.device).transpose(0, 1),
+        lambda: torch.full((N, HV, K, V), torch.nan, device=states.device).mT,
+    ):
+        pool = make()
+        pool.copy_(states)
+        out = torch.full((N, 2, HV, V, 2), torch.nan, dtype=torch.bfloat16, device=states.device)[..., 0]
+        indices = torch.arange(2 * N, device=states.device)[::2] // 2
+        assert kda.step(**call, state=pool, state_indices=indices, out=out) is out
+        tolerance = 0 if pool.stride(3) == 1 else 1e-6  # where K has a stride, sums over K are in another order
+        torch.testing.assert_close(out, expected_o, rtol=0, atol=tolerance)
+        torch.testing.assert_close(pool, exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("impl", impls())
+@pytest.mark.parametrize("lengths", [(0,) * 3, ()])
+def test_nothing_to_do(impl: str, lengths: tuple[int, ...]) -> None:
+    call, states = call_of(replace(MODEL, lengths=lengths), impl)
+    pool = states.clone()
+    o = kda.step(**call, state=pool)
+    assert o.shape == call["v"].shape
+    assert_equal(pool, states)
+
+
+# ---- what is wrong
+
+
+def small() -> tuple[dict[str, Any], Tensor]:
+    call, states = call_of(replace(MODEL, K=16, V=16), "recurrent")
+    return call, states
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "rank": ({"state": torch.zeros(5, 4, 16)}, ValueError, r"state: expected shape \[slots, HV, V, K\]"),
+    "K first": ({"state": torch.zeros(5, 4, 16, 17)}, ValueError, "state: .*V comes before K"),
+    "dtype": ({"state": torch.zeros(5, 4, 16, 16, dtype=torch.float16)}, TypeError, "state: expected dtype"),
+    "no tensor": ({"state": [1]}, TypeError, "state: expected a torch.Tensor, got list"),
+    "few slots": ({"state": torch.zeros(4, 4, 16, 16)}, ValueError, "state: expected a slot for each of N = 5 rows"),
+    "float indices": ({"state_indices": torch.zeros(5)}, TypeError, "state_indices: expected an integer dtype"),
+    "few indices": (
+        {"write_indices": torch.zeros(4, dtype=torch.int32)},
+        ValueError,
+        r"write_indices: .*\[N\] = \[5\]",
+    ),
+    "tokens": (
+        {"token_indices": torch.zeros(5, dtype=torch.int64)},
+        ValueError,
+        r"token_indices: .*\[N, T\] = \[5, 2\]",
+    ),
+    "fresh": ({"fresh": torch.zeros(5)}, TypeError, "fresh: expected dtype bool"),
+    "beyond the pool": ({"state_indices": torch.tensor([0, 1, 2, 3, 5])}, ValueError, "state_indices: .*below 5"),
+    "device": ({"state": torch.zeros(5, 4, 16, 16, device="meta")}, ValueError, "state: expected device cpu"),
+    "flag": ({"use_qk_l2norm": 1}, TypeError, "use_qk_l2norm: expected True or False"),
+    "bound": ({"lower_bound": 1.0}, ValueError, "lower_bound: expected a finite number <= 0"),
+    "expanded": (
+        {"state": torch.zeros(1, 4, 16, 16).expand(5, 4, 16, 16)},
+        ValueError,
+        "state: .*one element per index",
+    ),
+    "name": ({"impl": "fast"}, ValueError, "impl: expected one of"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name: str) -> None:
+    changes, error, message = WRONG[name]
+    call, states = small()
+    pool = states.clone()
+    with pytest.raises(error, match=message):
+        kda.step(**{**call, "state": pool, **changes})
+    assert_equal(pool, states)
+
+
+def test_a_buffer_on_the_pool_and_gradients() -> None:
+    call, states = small()
+    store = torch.zeros(max(states.numel() * 2, call["v"].numel()), dtype=torch.bfloat16)
+    out = store[: call["v"].numel()].view(call["v"].shape)
+    with pytest.raises(ValueError, match=r"(state|out): expected memory of its own"):
+        kda.step(**call, state=store[: states.numel()].view(states.shape), out=out)
+    graded = dict(call, q=call["q"].clone().requires_grad_())
+    with pytest.raises(ValueError, match="q: expected no gradient"):
+        kda.step(**graded, state=states)
+    with torch.no_grad():
+        kda.step(**graded, state=states)
+    with torch.inference_mode():
+        kda.step(**call, state=states.clone())
+
+
+def test_collisions_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, states = small()
+    index = lambda *slots: torch.tensor(slots)  # noqa: E731
+    monkeypatch.setenv("KDA_CHECK", "1")
+    kda.step(**call, state=states.clone(), state_indices=index(4, 3, 2, 1, 0))
+    kda.step(**call, state=states.clone(), state_indices=index(0, 0, 0, 0, 0), write_indices=index(1, 2, 3, -1, -1))
+    for indices, message in (
+        ({"state_indices": index(0, 1, 2, 3, 3)}, "slot 3 in rows 3 and 4"),
+        ({"write_indices": index(0, 1, 2, 0, 4)}, "slot 0 in rows 0 and 3"),
+        ({"write_indices": index(1, -1, -1, -1, -1)}, "slot 1 in row 1, which row 0 writes"),
+        ({"token_indices": torch.arange(10).reshape(5, 2) // 2}, "slot 0 in rows 0 and 0"),
+    ):
+        pool = states.clone()
+        with pytest.raises(ValueError, match=message):
+            kda.step(**call, state=pool, **indices)
+        assert_equal(pool, states)
+
+
+# ---- who runs it
+
+
+def test_who_runs_it() -> None:
+    call, states = small()
+    facts = kda.api.gather(**{k: v for k, v in call.items() if k != "impl"})[0].facts
+    there = replace(facts, operation="step", K=128, V=128)
+    assert dispatch.explain_facts(there).chosen == "recurrent"
+    on_hopper = dispatch.explain_facts(replace(there, device="cuda", capability=(9, 0)))
+    assert on_hopper.chosen in ("triton", None)  # None where Triton is not installed
+    assert "there is no step here" in on_hopper.reasons["cuda"][0]
+    with pytest.raises(kda.Unsupported, match="chunked: there is no step here"):
+        kda.step(**dict(call, impl="chunked"), state=states)
+
+
+@pytest.mark.skipif("triton" not in KERNELS or not GPU, reason="needs a GPU")
+@pytest.mark.gpu
+def test_graph_replay_sees_changed_indices() -> None:
+    call, states = call_of(replace(MODEL, lengths=(1,) * 5), "triton")
+    pool = pool_of(states, 11, [0, 2, 4, 6, 8])
+    start = pool.clone()
+    reads = torch.tensor([0, 2, 4, 6, 8], device="cuda", dtype=torch.int32)
+    writes, fresh = reads.clone(), torch.zeros(5, dtype=torch.bool, device="cuda")
+    out = torch.empty_like(call["v"])
+    indices = {"state_indices": reads, "write_indices": writes, "fresh": fresh}
+    kda.step(**call, state=pool, out=out, **indices)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kda.step(**call, state=pool, out=out, **indices)
+    for r, w, f in (((8, 6, -1, 2, 0), (1, 3, 5, -1, 9), (0, 0, 1, 0, 1)), ((-1,) * 5, (0, 1, 2, 3, 4), (1,) * 5)):
+        pool.copy_(start)
+        reads.copy_(torch.tensor(r))
+        writes.copy_(torch.tensor(w))
+        fresh.copy_(torch.tensor(f, dtype=torch.bool))
+        out.fill_(torch.nan)
+        graph.replay()
+        other = start.clone()
+        assert_equal(out, kda.step(**call, state=other, **indices))
+        assert_equal(pool, other)
+
+
+@pytest.mark.skipif("triton" not in KERNELS or not GPU, reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.xdist_group("memory")
+def test_slots_beyond_32_bits() -> None:
+    slots = 2**31 // (128 * 128) + 3
+    call, states = call_of(Case(lengths=(1,) * 3, packed=False, K=128, V=128, state_dtype="bfloat16"), "triton")
+    pool = torch.full((slots, 1, 128, 128), torch.nan, dtype=torch.bfloat16, device="cuda")
+    at = torch.tensor([slots - 1, 0, slots - 2], device="cuda")
+    pool[at] = states
+    few = states.clone()
+    assert_equal(kda.step(**call, state=pool, state_indices=at), kda.step(**call, state=few))
+    assert_equal(pool[at], few)
+    assert pool[1 : slots - 2].isnan().all()
