@@ -42,6 +42,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
 	$(PY) -m pip install -q -e ".[test,lint]"
 	$(PY) -m pip install -q --no-deps $$($(PY) -c "$(CUDA_EXTRA)")
+	$(PY) -m pip install -q --no-deps --upgrade --target $(VENV)/fla-0.5 fla-core==0.5.2
 	touch $@
 
 clean:

@@ -144,9 +144,6 @@ def fwd(
     return result
 
 
-ops.implement(fwd)
-
-
 def step(
     q: Tensor,
     k: Tensor,
@@ -201,6 +198,13 @@ def step(
     ValueError. Indices beyond the pool are a ValueError on a CPU and with ``KDA_CHECK=1``, else they count as negative.
     Nothing here can be differentiated.
     """
+    if torch.compiler.is_compiling():
+        o: Tensor = torch.ops.kda.step(
+            *(q, k, v, g, beta, state, scale, A_log, dt_bias, lower_bound),
+            *(state_indices, write_indices, token_indices, fresh),
+            *(use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, impl),
+        )
+        return o if out is None else out.copy_(o)
     impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
     problem = validate.step(
         q,
@@ -229,6 +233,7 @@ def step(
         return run(problem)
 
 
+ops.implement(fwd, step)
 _STEP = inspect.signature(step)
 
 

@@ -5,14 +5,48 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import kda
 from kda.dispatch import TABLE
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 MAKEFILE = (Path(__file__).parent.parent / "Makefile").read_text()
+
+
+def test_the_serving_recipe_is_right() -> None:
+    """What the README's functions for a serving layer return, by the specification on each sequence alone."""
+    (text,) = (x for x in re.findall(r"```python\n(.*?)```", README, re.S) if "def prefill" in x)
+    recipe: dict[str, Any] = {}
+    exec(compile(text, "README.md", "exec"), recipe)
+    pool, gate, slots = recipe["pool"], recipe["gate"], torch.tensor([3, 0])
+    pool.normal_()
+    for activated in (False, True):
+        first, second = recipe["tokens"](9), recipe["tokens"](2)
+        if activated:
+            first, second = ((*x[:4], x[4].sigmoid()) for x in (first, second))
+        before = pool.clone()
+        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+        o = recipe["prefill"](*first, offsets, slots, torch.tensor([False, True]), activated)
+        next_o = recipe["decode"](*second, slots, activated)
+        for n, (start, stop) in enumerate(((0, 4), (4, 9))):
+            rows = [torch.cat([a[start:stop], b[n : n + 1]])[None] for a, b in zip(first, second, strict=True)]
+            state = before[slots[n]][None] * n
+            exact = kda.fwd(
+                *rows,
+                **gate,
+                initial_state=state,
+                output_final_state=True,
+                use_beta_sigmoid=not activated,
+                impl="recurrent",
+            )
+            torch.testing.assert_close(torch.cat([o[start:stop], next_o[n : n + 1]]), exact.o[0], rtol=2e-2, atol=2e-3)
+            torch.testing.assert_close(pool[slots[n]], exact.final_state[0], rtol=1e-3, atol=1e-4)
+        untouched = [1, 2, 4, 5, 6, 7]
+        assert torch.equal(pool[untouched], before[untouched])
 
 
 @pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.S))
@@ -22,7 +56,7 @@ def test_snippets_run(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "explain" in snippet:
         assert "torch.Size([1, 300, 2, 64]) torch.Size([3, 2, 64, 64])" in printed
         assert "chosen" in printed
-    else:
+    elif "drafts" in snippet:
         assert printed == "torch.Size([3, 1, 2, 64]) True True\n"
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from targets import GPU, KERNELS, device, parameter
 from torch import Tensor
 
 import kda
+import kda.ref.recurrent
 from kda import dispatch
-from kda.problem import Output
+from kda.problem import Output, StepProblem
 from kda.ref.error import deviation
-from kda.testing.cases import Case, arguments
-from kda.testing.judge import expected
+from kda.testing.cases import Case, StepCase, arguments
+from kda.testing.judge import Finding, expected
+from kda.testing.pool import check
+from kda.testing.strategies import cases, steps
 
 IMPLS = ("recurrent", "triton")
+Step = Callable[[StepProblem], Tensor]
 TOKENS = ("q", "k", "v", "g", "beta")
 #: Rows and tokens of a call, and what a case says about all else.
 MODEL = Case(lengths=(2,) * 5, packed=False, H=2, group=2, K=24, V=40)
@@ -100,61 +104,91 @@ def test_against_the_specification(impl: str, name: str) -> None:
 # ---- the pool
 
 
-@st.composite
-def patterns(draw: st.DrawFn) -> dict[str, Any]:
-    """Rows, tokens and indices of a call that writes no slot twice and reads none that another row writes."""
-    N, T = draw(st.integers(0, 4)), draw(st.integers(1, 3))
-    slots = N * (T + 2) + 2
-    own = draw(st.permutations(range(slots)))  # dealt out: a reader's, a writer's, and T for the tokens of each row
-    rows = [own[n * (T + 2) : (n + 1) * (T + 2)] for n in range(N)]
-    maybe = lambda slot: draw(st.sampled_from([slot, slot, -1, -7]))  # noqa: E731
-    return {
-        "N": N,
-        "T": T,
-        "slots": slots,
-        "state_indices": [maybe(row[0]) for row in rows],
-        "write_indices": draw(st.sampled_from([None, [maybe(row[1]) for row in rows]])),
-        "token_indices": draw(st.sampled_from([None, [[maybe(x) for x in row[2:]] for row in rows]])),
-        "fresh": draw(st.sampled_from([None, [draw(st.booleans()) for _ in rows]])),
-        "dtype": draw(st.sampled_from([torch.int8, torch.int32, torch.int64])),
-        "seed": draw(st.integers(0, 9)),
-    }
+ROWS = cases(("bfloat16", "float32"), channels=(1, 8, 16, 17))
 
 
-@pytest.mark.parametrize("impl", [parameter("triton")])
-def test_patterns_of_indices(impl: str) -> None:
-    """As the specification does it; slots that nothing names keep every bit, NaN included, and no NaN gets out."""
+@pytest.mark.parametrize("impl", impls())
+def test_drawn_patterns(impl: str) -> None:
+    """Rows as the oracle has them; slots that nothing names keep every bit, NaN included; see `kda.testing.pool`."""
 
     @settings(max_examples=60 if GPU else 20, deadline=None, derandomize=True, database=None)
-    @given(patterns())
-    def attack(p: dict[str, Any]) -> None:
-        case = replace(MODEL, lengths=(p["T"],) * max(p["N"], 1), K=16, V=16, seed=p["seed"])
-        (call, states), (spec, _) = call_of(case, impl), call_of(case, "recurrent")
-        call, spec = ({k: x[: p["N"]] if k in TOKENS else x for k, x in c.items()} for c in (call, spec))
-        where = states.device
-        reads = p["state_indices"]
-        live = [n for n, slot in enumerate(reads) if slot >= 0 and not (p["fresh"] and p["fresh"][n])]
-        pool = pool_of(states[live], p["slots"], [reads[n] for n in live])
-        exact = pool.cpu().clone()
-        indices = {}
-        for name in ("state_indices", "write_indices", "token_indices"):
-            if p[name] is not None:
-                shape = (p["N"], p["T"]) if name == "token_indices" else (p["N"],)
-                indices[name] = torch.tensor(p[name], dtype=p["dtype"]).reshape(shape)
-        if p["fresh"] is not None:
-            indices["fresh"] = torch.tensor(p["fresh"], dtype=torch.bool)
-        before = exact.clone()
-        o_exact = kda.step(**spec, state=exact, **indices)
-        o = kda.step(**call, state=pool, **{name: x.to(where) for name, x in indices.items()})
-        torch.testing.assert_close(o.cpu().float(), o_exact.float(), rtol=2**-7, atol=2**-9)
-        torch.testing.assert_close(pool.cpu(), exact, rtol=1e-4, atol=1e-5, equal_nan=True)
-        untouched = before.isnan() & exact.isnan()
-        assert_equal(untouched, pool.cpu().isnan())
-        for n, slot in enumerate(reads):
-            if slot < 0:
-                assert not o[n].any()
+    @given(steps(ROWS))
+    def attack(case: StepCase) -> None:
+        check(case, impl)
 
     attack()
+
+
+BUSY = StepCase(
+    case=replace(MODEL, lengths=(2,) * 4),
+    slots=14,
+    reads=(3, 1, -1, 0),
+    writes=(4, -1, 2, 5),
+    tokens=((6, 7), (8, 9), (10, 11), (-1, 12)),
+    fresh=(False, True, False, False),
+    index_dtype="int8",
+)
+
+
+def test_the_case_of_a_finding_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    from kda.cli import main
+
+    assert StepCase.parse(repr(BUSY)) == BUSY
+    assert main(["replay", "--impl", "recurrent", repr(BUSY)]) == 0
+    assert main(["replay", "--impl", "chunked", repr(BUSY)]) == 2
+    assert main(["replay", "StepCase(case=Case(lengths=(1,)), slots=1)"]) == 2
+    assert "expected packed=False" in capsys.readouterr().out
+    assert main(["fuzz", "--operation", "step", "--impl", "recurrent", "--seconds", "1", "--seed", "3"]) == 0
+    assert main(["fuzz", "--operation", "step", "--impl", "chunked", "--seconds", "1"]) == 2
+
+
+def _keeps_what_is_not_fresh(step: Step, problem: StepProblem) -> Tensor:
+    return step(replace(problem, fresh=None))
+
+
+def _writes_what_it_reads(step: Step, problem: StepProblem) -> Tensor:
+    return step(replace(problem, write_indices=None))
+
+
+def _writes_padding(step: Step, problem: StepProblem) -> Tensor:
+    o = step(problem)
+    problem.state[2] = 0
+    return o
+
+
+def _one_token_late(step: Step, problem: StepProblem) -> Tensor:
+    tokens = problem.token_indices
+    return step(replace(problem, token_indices=None if tokens is None else tokens.roll(1, 1)))
+
+
+def _answers_padding(step: Step, problem: StepProblem) -> Tensor:
+    o = step(problem)
+    o[2] = 1
+    return o
+
+
+def _half_a_percent(step: Step, problem: StepProblem) -> Tensor:
+    return step(replace(problem, scale=problem.scale * 1.005))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _keeps_what_is_not_fresh,
+        _writes_what_it_reads,
+        _writes_padding,
+        _one_token_late,
+        _answers_padding,
+        _half_a_percent,
+    ],
+)
+def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Tensor]) -> None:
+    good = kda.ref.recurrent.IMPL
+    check(BUSY, "recurrent")
+    monkeypatch.setattr(kda.ref.recurrent, "IMPL", replace(good, step=lambda problem: fault(good.step, problem)))
+    case = replace(BUSY, case=replace(BUSY.case, dtype="float32"))
+    with pytest.raises(Finding, match="python -m kda replay --impl recurrent 'StepCase"):
+        check(case, "recurrent")
 
 
 @pytest.mark.parametrize("impl", impls())
@@ -359,3 +393,35 @@ def test_slots_beyond_32_bits() -> None:
     assert_equal(kda.step(**call, state=pool, state_indices=at), kda.step(**call, state=few))
     assert_equal(pool[at], few)
     assert pool[1 : slots - 2].isnan().all()
+
+
+@pytest.mark.parametrize("impl", impls())
+def test_one_graph_for_all_batches(impl: str) -> None:
+    """Under torch.compile it is one operator that writes the pool, with no recompilation for another number of rows."""
+    made: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        made.append(len(module.graph.nodes))
+        return module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **call: kda.step(**call), fullgraph=True, backend=backend, dynamic=True)
+    for N in (5, 7, 3):
+        call, states = call_of(replace(MODEL, lengths=(2,) * N), impl)
+        traced, plain, out = states.clone(), states.clone(), torch.empty_like(call["v"])
+        indices = torch.arange(N, device=states.device).flip(0)
+        compiled(**call, state=traced, state_indices=indices, out=out)
+        assert_equal(out, kda.step(**call, state=plain, state_indices=indices))
+        assert_equal(traced, plain)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("impl", impls())
+def test_the_operator_keeps_torchs_rules(impl: str) -> None:
+    call, states = call_of(MODEL, impl)
+    gate = (call["A_log"], call["dt_bias"], call["lower_bound"])
+    indices = torch.arange(5, device=states.device)
+    torch.library.opcheck(
+        torch.ops.kda.step,
+        (*(call[n] for n in TOKENS), states, None, *gate, indices, None, None, None, True, True, False, impl),
+    )

@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     fuzz = commands.add_parser("fuzz", help="draw cases at random and judge them, until the time is up")
     fuzz.add_argument("--seconds", type=float, default=60, help="how long (default 60)")
     fuzz.add_argument("--impl", choices=[*TABLE], help="implementation (default: every one that runs here, in turn)")
+    fuzz.add_argument("--operation", choices=["fwd", "step"], default="fwd", help="the call to attack (default fwd)")
     fuzz.add_argument("--seed", type=int, help="start of the draws (default: random, printed)")
 
     replay = commands.add_parser("replay", help="run one case and say how far it is from the specification")
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "fuzz":
         from kda.cli import fuzz
 
-        return fuzz.run(console, args.seconds, args.impl, args.seed)
+        return fuzz.run(console, args.seconds, args.impl, args.seed, args.operation)
     if args.command == "replay":
         from kda.cli import replay
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -13,9 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kda import dispatch
-from kda.testing.cases import DTYPES, Case, fitted, within_hopper
-from kda.testing.judge import Finding, check, device_of, reasons, reproducer
-from kda.testing.strategies import CHANNELS, cases
+from kda.testing import pool
+from kda.testing.cases import DTYPES, Case, StepCase, fitted, within_hopper
+from kda.testing.judge import Finding, check, device_of, facts_of, reproducer
+from kda.testing.strategies import CHANNELS, cases, steps
 
 #: Examples of one hypothesis run; a new seed follows until the time is up, so that no draw database grows.
 ROUND = 200
@@ -29,7 +31,7 @@ class _Poisoned(BaseException):
     """A CUDA error: nothing more can run in this process, so the case is reported as drawn, not shrunk."""
 
 
-Judged = tuple[float, Case]
+Judged = tuple[float, Case | StepCase]
 
 
 def _sigma(judged: Judged) -> float:
@@ -47,20 +49,36 @@ def _strategy(impl: str, device: str) -> st.SearchStrategy[Case]:
     return cases(dtypes)
 
 
+def _steps(impl: str, device: str) -> st.SearchStrategy[StepCase]:
+    """Steps with the rows of the forward's cases, whose channels are fewer where Triton is interpreted."""
+    return steps(_strategy(impl, device))
+
+
+def _check(case: Case | StepCase, impl: str) -> float:
+    """Sigma of a case. Raises Finding."""
+    return (pool.check(case, impl) if isinstance(case, StepCase) else check(case, impl)).sigma
+
+
 def _small(impl: str) -> Case:
     return fitted(Case(lengths=(3,)), impl)
 
 
-def targets(impl: str | None) -> list[str]:
+def reasons_against(impl: str, operation: str) -> tuple[str, ...]:
+    """Why a small case of the operation does not run here; empty if it does."""
+    facts = replace(facts_of(_small(impl), device_of(impl)), operation=operation)
+    return dispatch.explain_facts(facts, impl).reasons[impl]
+
+
+def targets(impl: str | None, operation: str) -> list[str]:
     """The implementations to attack: the one asked for, else every one that runs a small case here."""
     names = [impl] if impl else list(dispatch.TABLE)
-    return [name for name in names if not reasons(_small(name), name)]
+    return [name for name in names if not reasons_against(name, operation)]
 
 
-def _round(impl: str, start: int, deadline: float, judged: list[Judged], progress: Progress) -> None:
+def _round(impl: str, operation: str, start: int, deadline: float, judged: list[Judged], progress: Progress) -> None:
     """One hypothesis run. Raises Finding with the smallest case it shrank to."""
     task = progress.task_ids[0]
-    strategy = _strategy(impl, progress.tasks[0].fields["device"])
+    strategy = (_steps if operation == "step" else _strategy)(impl, progress.tasks[0].fields["device"])
 
     @seed(start)
     @settings(
@@ -73,11 +91,11 @@ def _round(impl: str, start: int, deadline: float, judged: list[Judged], progres
         report_multiple_bugs=False,
     )
     @given(strategy)
-    def attack(case: Case) -> None:
+    def attack(case: Case | StepCase) -> None:
         if time.monotonic() > deadline and not found:
             raise _TimeUp
         try:
-            judged.append((check(case, impl).sigma, case))
+            judged.append((_check(case, impl), case))
         except torch.AcceleratorError as error:
             raise _Poisoned(reproducer(case, impl, f"{impl} failed on the device: {error}")) from error
         except Finding:
@@ -93,18 +111,18 @@ def _round(impl: str, start: int, deadline: float, judged: list[Judged], progres
             description=f"{impl}: {len(judged)} cases, worst {max(judged, key=_sigma)[0]:.2f} sigma",
         )
 
-    found: list[Case] = []
+    found: list[Case | StepCase] = []
     try:
         attack()
     except FlakyFailure as error:  # it failed, and did not when repeated: a race looks like this
         raise Finding(reproducer(found[-1], impl, f"{impl} fails now and then, not always: {error}")) from error
 
 
-def run(console: Console, seconds: float, impl: str | None, start: int | None) -> int:
+def run(console: Console, seconds: float, impl: str | None, start: int | None, operation: str = "fwd") -> int:
     """Fuzz for `seconds`, shared among the implementations. Returns 1 on a finding, 2 if nothing can run."""
-    names = targets(impl)
+    names = targets(impl, operation)
     if not names:
-        why = " ".join(reasons(_small(impl), impl)) if impl else "nothing runs here"
+        why = " ".join(reasons_against(impl, operation)) if impl else "nothing runs here"
         console.print(f"cannot fuzz {impl or ''}: {why}", style="red", markup=False)
         return 2
     start = secrets.randbelow(2**31) if start is None else start
@@ -119,7 +137,7 @@ def run(console: Console, seconds: float, impl: str | None, start: int | None) -
             offset = 0
             try:
                 while time.monotonic() < deadline:
-                    _round(name, start + offset, deadline, judged, progress)
+                    _round(name, operation, start + offset, deadline, judged, progress)
                     offset += 1
             except _TimeUp:
                 pass

@@ -6,14 +6,36 @@ from rich.console import Console
 from rich.table import Table
 
 from kda import dispatch
+from kda.dispatch import Unsupported
 from kda.ref.error import SIGMAS
-from kda.testing.cases import Case
+from kda.testing import pool
+from kda.testing.cases import Case, StepCase
 from kda.testing.judge import judge, reasons
+
+
+def _step(console: Console, case: StepCase, impl: str | None) -> int:
+    """Judge a step. Returns 1 if any implementation leaves the tolerance or harms the pool."""
+    table = Table("implementation", "sigma o", "sigma state", "pool")
+    status = 2
+    for name in [impl] if impl else [name for name in dispatch.TABLE if dispatch.implementation(name).step]:
+        try:
+            d, wrong = pool.judge(case, name)
+        except Unsupported as error:
+            console.print(str(error), markup=False)
+            continue
+        good = d.accepted and not wrong
+        status = max(0 if status == 2 else status, 0 if good else 1)
+        table.add_row(name, f"{d.sigma_o:.3g}", f"{d.sigma_state:.3g}", wrong or "right", style=None if good else "red")
+    console.print(repr(case), markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    return status
 
 
 def run(console: Console, text: str, impl: str | None) -> int:
     """Judge the case on one implementation, or on every one that accepts it. Returns 1 if any leaves the tolerance."""
     try:
+        if text.strip().startswith("StepCase"):
+            return _step(console, StepCase.parse(text), impl)
         case = Case.parse(text)
     except ValueError as error:
         console.print(str(error), style="red", markup=False, highlight=False)

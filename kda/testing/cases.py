@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
+
+C = TypeVar("C")
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -104,24 +106,78 @@ class Case:
     def parse(cls, text: str) -> Case:
         """The case whose repr is `text`. Raises ValueError for anything else."""
         try:
-            call = ast.parse(text.strip(), mode="eval").body
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Case"):
-                raise ValueError("expected Case(...)")
-            if call.args or any(word.arg is None for word in call.keywords):
-                raise ValueError("expected keyword arguments only")
-            given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-            if len(given) < len(call.keywords):
-                raise ValueError("a field is given twice")
-            unknown = set(given) - {f.name for f in fields(cls)}
-            if unknown:
-                raise ValueError(f"unknown fields {sorted(unknown)}")
-            return cls(**given)
+            return _built(cls, ast.parse(text.strip(), mode="eval").body)
         except (SyntaxError, TypeError, ValueError) as error:
-            raise ValueError(f"case: expected the text of a Case(...), got {text!r}: {error}") from error
+            raise ValueError(f"case: expected the text of a {cls.__name__}(...), got {text!r}: {error}") from error
 
     def __repr__(self) -> str:
-        changed = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"Case({', '.join(f'{name}={value!r}' for name, value in changed)})"
+        return _text(self)
+
+
+def _text(case: Any) -> str:
+    """A case with what is not its default, as Python that makes it again."""
+    changed = ((f.name, getattr(case, f.name)) for f in fields(case) if getattr(case, f.name) != f.default)
+    return f"{type(case).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
+
+
+def _built(cls: type[C], call: ast.expr) -> C:
+    """The object that a call of `cls` with literals makes; a field may be a `Case` too."""
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == cls.__name__):
+        raise ValueError(f"expected {cls.__name__}(...)")
+    if call.args or any(word.arg is None for word in call.keywords):
+        raise ValueError("expected keyword arguments only")
+    given = {
+        str(word.arg): _built(Case, word.value) if isinstance(word.value, ast.Call) else ast.literal_eval(word.value)
+        for word in call.keywords
+    }
+    if len(given) < len(call.keywords):
+        raise ValueError("a field is given twice")
+    unknown = set(given) - {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    if unknown:
+        raise ValueError(f"unknown fields {sorted(unknown)}")
+    return cls(**given)
+
+
+@dataclass(frozen=True, repr=False)
+class StepCase:
+    """One call of `kda.step` on a pool of NaN but for the states that are read. Its repr is the reproducer.
+
+    case:   the rows: sequences of one length, in a batch, with states.
+    slots:  of the pool.
+    reads:  state_indices; None for n = 0, 1, ...
+    writes, tokens, fresh: write_indices, token_indices and fresh, None where they are left out.
+    index_dtype: of all indices.
+    """
+
+    case: Case
+    slots: int
+    reads: tuple[int, ...] | None = None
+    writes: tuple[int, ...] | None = None
+    tokens: tuple[tuple[int, ...], ...] | None = None
+    fresh: tuple[bool, ...] | None = None
+    index_dtype: str = "int64"
+
+    def __post_init__(self) -> None:
+        case, N = self.case, len(self.case.lengths)
+        if case.packed or not case.initial_state:
+            raise ValueError("case: expected packed=False and initial_state=True")
+        for name in ("reads", "writes", "fresh", "tokens"):
+            value = getattr(self, name)
+            if value is not None and len(value) != N:
+                raise ValueError(f"{name}: expected one for each of {N} rows, got {value}")
+        if self.tokens is not None and any(len(row) != case.lengths[0] for row in self.tokens):
+            raise ValueError(f"tokens: expected {case.lengths[0]} a row, got {self.tokens}")
+
+    @classmethod
+    def parse(cls, text: str) -> StepCase:
+        """The case whose repr is `text`. Raises ValueError for anything else."""
+        try:
+            return _built(cls, ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise ValueError(f"case: expected the text of a {cls.__name__}(...), got {text!r}: {error}") from error
+
+    def __repr__(self) -> str:
+        return _text(self)
 
 
 def _uniform(noise: Generator, low: float, high: float, *shape: int) -> Tensor:

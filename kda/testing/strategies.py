@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from kda.testing.cases import BETAS, DECAYS, GATES, KEYS, STRIDES, Case
+from kda.testing.cases import BETAS, DECAYS, GATES, KEYS, STRIDES, Case, StepCase
 
 #: Lengths at which tiles, blocks and chunks begin and end.
 EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -74,3 +76,27 @@ def cases(
         allow_neg_eigval=sigmoid and draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+@st.composite
+def steps(draw: st.DrawFn, of: st.SearchStrategy[Case], max_rows: int = 4, max_tokens: int = 3) -> StepCase:
+    """A call of `kda.step` that writes no slot twice and reads none that another row writes. `of` draws the rest."""
+    N, T = draw(st.integers(0, max_rows)), draw(st.integers(1, max_tokens))
+    case = replace(draw(of), lengths=(T,) * N, packed=False, padding=0, initial_state=True)
+    slots = N * (T + 2) + draw(st.integers(0, 2))
+    own = draw(st.permutations(range(slots)))  # dealt out: a row's to read, to write, and one for each token
+    dealt = [own[n * (T + 2) : (n + 1) * (T + 2)] for n in range(N)]
+
+    def maybe(slot: int) -> int:
+        return draw(st.sampled_from((slot, slot, slot, -1, -7)))
+
+    simple = draw(st.booleans())
+    reads = None if simple else tuple(maybe(row[0]) for row in dealt)
+    if simple:  # then rows own the first slots, and the others are dealt
+        others = [slot for slot in own if slot >= N]
+        dealt = [[n, *others[n * (T + 1) : (n + 1) * (T + 1)]] for n in range(N)]
+    writes = tuple(maybe(row[draw(st.integers(0, 1))]) for row in dealt) if draw(st.booleans()) else None
+    tokens = tuple(tuple(maybe(slot) for slot in row[2:]) for row in dealt) if draw(st.booleans()) else None
+    fresh = tuple(draw(st.booleans()) for _ in range(N)) if draw(st.booleans()) else None
+    index_dtype = draw(st.sampled_from(("int8", "int32", "int64")))
+    return StepCase(case, max(slots, N), reads, writes, tokens, fresh, index_dtype)
