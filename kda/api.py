@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from kda import dispatch, ops, plan, validate
-from kda.problem import Facts, Implementation, Output, Problem
+from kda.problem import Facts, Implementation, Output, Problem, StepProblem
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Kinds of call that were validated and dispatched before, see `kda.plan`.
-_PLANS = plan.Plans()
+_PLANS: plan.Plans[plan.Plan] = plan.Plans()
+_STEP_PLANS: plan.Plans[plan.StepPlan] = plan.Plans()
 
 
 def fwd(
@@ -112,8 +113,8 @@ def fwd(
         )
     flags = (output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, batch_invariant)
     tensors = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
-    key = plan.key_of(tensors, scale, lower_bound, *flags, impl, dispatch.generation())
-    known = _PLANS.find(key, present := plan.filled(tensors))
+    key = plan.key_of(q, cu_seqlens, scale, lower_bound, *flags, impl, dispatch.generation())
+    known = _PLANS.find(key, plan.told_apart(present := plan.filled(tensors)))
     if known is not None and (result := known.run(dispatch.implementation(known.impl), present, _run)) is not None:
         return result
     impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
@@ -199,12 +200,20 @@ def step(
     Nothing here can be differentiated.
     """
     if torch.compiler.is_compiling():
-        o: Tensor = torch.ops.kda.step(
+        traced: Tensor = torch.ops.kda.step(
             *(q, k, v, g, beta, state, scale, A_log, dt_bias, lower_bound),
             *(state_indices, write_indices, token_indices, fresh),
             *(use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, impl),
         )
-        return o if out is None else out.copy_(o)
+        return traced if out is None else out.copy_(traced)
+    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+    given = (q, k, v, g, beta, state, out, A_log, dt_bias, state_indices, write_indices, token_indices, fresh)
+    key = plan.key_of(q, state, scale, lower_bound, *flags, impl, dispatch.generation())
+    known = _STEP_PLANS.find(key, tensors := plan.filled(given))
+    if known is not None:
+        done = known.run(dispatch.implementation(known.impl), tensors, _run_step)
+        if done is not None:
+            return done
     impl = validate.implementation_name(impl, tuple(dispatch.TABLE))
     problem = validate.step(
         q,
@@ -226,11 +235,18 @@ def step(
         use_beta_sigmoid=use_beta_sigmoid,
         allow_neg_eigval=allow_neg_eigval,
     )
-    run = dispatch.choose(problem.facts, impl).step
-    if run is None:
-        raise RuntimeError("an implementation without a step gave no reason against one")
+    implementation = dispatch.choose(problem.facts, impl)
+    o = _run_step(implementation, problem)
+    if known is None and (new := plan.step_plan_of(implementation.name, problem, tensors)) is not None:
+        _STEP_PLANS.add(key, new)
+    return o
+
+
+def _run_step(implementation: Implementation, problem: StepProblem) -> Tensor:
+    if implementation.step is None:
+        raise RuntimeError(f"{implementation.name} has no step, and gave no reason against one")
     with _without_autocast(problem.facts.device):
-        return run(problem)
+        return implementation.step(problem)
 
 
 ops.implement(fwd, step)

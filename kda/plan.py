@@ -10,14 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import add, attrgetter, itemgetter, or_
-from typing import Any
+from operator import attrgetter, itemgetter, or_
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from kda import validate
-from kda.problem import ABSENT, TENSORS, VECTOR, Facts, GateKind, Implementation, Layout, Mark, Output, Problem, mark
+from kda.problem import (
+    ABSENT,
+    STEP_TENSORS,
+    TENSORS,
+    VECTOR,
+    Facts,
+    GateKind,
+    Implementation,
+    Layout,
+    Mark,
+    Output,
+    Problem,
+    StepProblem,
+    mark,
+)
 
 #: Calls that are remembered; then all are forgotten.
 MOST = 1024
@@ -25,13 +39,16 @@ MOST = 1024
 _OUT, _INITIAL, _FINAL, _OFFSETS = (
     TENSORS.index(name) for name in ("out", "initial_state", "final_state", "cu_seqlens")
 )
-_PARAMETERS = (TENSORS.index("A_log"), TENSORS.index("dt_bias"))
+_STEP_STATE, _STEP_OUT = STEP_TENSORS.index("state"), STEP_TENSORS.index("out")
+_STEP_INDICES = slice(STEP_TENSORS.index("state_indices"), STEP_TENSORS.index("fresh"))
 #: Those whose rows are asked to be of whole vectors; see `problem.aligned`.
 _rows = itemgetter(*map(TENSORS.index, validate.ROWS))
 _address = Tensor.data_ptr
 _is_nested = attrgetter("is_nested")
 
 Tensors = tuple[Tensor | None, ...]
+Views = tuple[tuple[str, tuple[int, ...]], ...]
+P = TypeVar("P", "Plan", "StepPlan")
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ class Plan:
     reads: bool
     fields: dict[str, Any]
     sizes: tuple[int, ...]
-    views: tuple[tuple[str, tuple[int, ...]], ...]
+    views: Views
 
     def run(
         self,
@@ -76,22 +93,16 @@ class Plan:
         addresses = [*map(_address, tensors)]
         if reduce(or_, _rows(addresses)) % VECTOR:
             return False
-        spans = [*zip(addresses, map(add, addresses, self.sizes), strict=True)]
-        for buffer in (_OUT, _FINAL):
-            for i, other in enumerate(spans):
-                in_place = buffer == _FINAL and i == _INITIAL and validate.same(tensors[i], tensors[buffer])
-                if i != buffer and validate.meet(spans[buffer], other) and not in_place:
-                    return False
-        return True
+        sizes = self.sizes
+        if validate.same(tensors[_INITIAL], tensors[_FINAL]):
+            sizes = sizes[:_INITIAL] + (0,) + sizes[_INITIAL + 1 :]
+        return _alone(_OUT, addresses, sizes) and _alone(_FINAL, addresses, sizes)
 
     def problem(self, tensors: list[Tensor]) -> Problem:
         """The problem of a call that the plan serves."""
         problem = object.__new__(Problem)  # as its constructor would, in a tenth of the time
         fields = problem.__dict__
-        fields.update(self.fields)
-        fields.update((name, None if type(x) is Mark else x) for name, x in zip(TENSORS, tensors, strict=True))
-        for name, shape in self.views:
-            fields[name] = fields[name].view(shape)
+        _fill(fields, self.fields, TENSORS, tensors, self.views)
         offsets = fields.pop("cu_seqlens")
         if offsets is not None:
             layout = self.fields["layout"]
@@ -99,17 +110,65 @@ class Plan:
         return problem
 
 
-class Plans:
+@dataclass(frozen=True)
+class StepPlan:
+    """As `Plan`, of a step."""
+
+    impl: str
+    alike: Callable[..., bool]
+    fields: dict[str, Any]
+    sizes: tuple[int, ...]
+    views: Views
+
+    def run(
+        self,
+        implementation: Implementation,
+        tensors: list[Tensor],
+        run: Callable[[Implementation, StepProblem], Tensor],
+    ) -> Tensor | None:
+        """A call that the plan serves, by `run`; None if it needs a closer look."""
+        addresses = [*map(_address, tensors)]
+        if not (_alone(_STEP_STATE, addresses, self.sizes) and _alone(_STEP_OUT, addresses, self.sizes)):
+            return None
+        indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
+        validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
+        problem = object.__new__(StepProblem)
+        _fill(problem.__dict__, self.fields, STEP_TENSORS, tensors, self.views)
+        return run(implementation, problem)
+
+
+def _alone(buffer: int, addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a buffer, or none, lies on none of the other tensors, going by first and last bytes."""
+    start = addresses[buffer]
+    end = start + sizes[buffer]
+    met = 0
+    for other, size in zip(addresses, sizes):  # noqa: B905 (0.1 us)
+        if other < end and start < other + size:
+            met += 1
+    return met <= 1  # itself
+
+
+def _fill(
+    problem: dict[str, Any], fields: dict[str, Any], names: tuple[str, ...], tensors: list[Tensor], views: Views
+) -> None:
+    """The fields of a problem: a plan's, and a call's tensors."""
+    problem.update(fields)
+    problem.update((name, None if type(x) is Mark else x) for name, x in zip(names, tensors, strict=True))
+    for name, shape in views:
+        problem[name] = problem[name].view(shape)
+
+
+class Plans(Generic[P]):
     """Plans by what can be hashed of a call; the few that share it differ in what `alike` compares."""
 
     def __init__(self) -> None:
-        self._plans: dict[Hashable, list[Plan]] = {}
+        self._plans: dict[Hashable, list[P]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def find(self, key: Hashable, tensors: list[Tensor]) -> Plan | None:
+    def find(self, key: Hashable, tensors: list[Tensor]) -> P | None:
         """The plan that serves a call, if there is one."""
         try:
             plans = self._plans.get(key)
@@ -117,13 +176,12 @@ class Plans:
                 return None
         except (AttributeError, TypeError):  # no tensors, or not hashable: validation says what is wrong
             return None
-        compared = _told_apart(tensors)
         for plan in plans:
-            if plan.alike(*compared):
+            if plan.alike(*tensors):
                 return plan
         return None
 
-    def add(self, key: Hashable, plan: Plan) -> None:
+    def add(self, key: Hashable, plan: P) -> None:
         """Remember a validated call; the key can be hashed, as what was validated can."""
         if self._count >= MOST:
             self._plans, self._count = {}, 0
@@ -131,11 +189,13 @@ class Plans:
         self._count += 1
 
 
-def key_of(tensors: Tensors, *rest: Hashable) -> Hashable:
-    """What calls that one plan serves have in common, but for what `alike` compares. Of types too: True equals 1."""
-    q, offsets = tensors[0], tensors[_OFFSETS]
+def key_of(a: Tensor | None, b: Tensor | None, *rest: Hashable) -> Hashable:
+    """What calls that one plan serves have in common beside what `alike` compares: shapes of two tensors, and the rest.
+
+    Of types too: True equals 1.
+    """
     try:
-        shapes = q.shape, None if offsets is None else offsets.shape  # type: ignore[union-attr]
+        shapes = a.shape, None if b is None else b.shape  # type: ignore[union-attr]
         return (*shapes, torch.is_grad_enabled(), *rest, *map(type, rest))
     except (AttributeError, RuntimeError):  # no tensors, or none that has a shape: validation says what
         return None
@@ -149,7 +209,7 @@ def filled(tensors: Tensors) -> list[Tensor]:
 _IN_PLACE = mark(1)
 
 
-def _told_apart(tensors: list[Tensor]) -> list[Tensor]:
+def told_apart(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors, with a mark for a state that is updated in place: torch's guards refuse what comes twice."""
     if tensors[_INITIAL] is tensors[_FINAL]:
         tensors = [*tensors]
@@ -195,25 +255,42 @@ def alike_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return _alike_by_kind(tensors)
 
 
+def _views_of(problem: Problem | StepProblem, tensors: dict[str, Tensor]) -> Views | None:
+    """How A_log and dt_bias were given another shape; None where validation had to copy them, or a view is negated."""
+    views = []
+    for name in ("A_log", "dt_bias"):
+        given, used = tensors[name], getattr(problem, name)
+        if used is None:
+            continue
+        if given.shape != used.shape:
+            views.append((name, tuple(used.shape)))
+        if given.data_ptr() != used.data_ptr() or not given.is_contiguous():
+            return None
+    return None if any(x.is_neg() for x in tensors.values()) else tuple(views)
+
+
+def _sizes_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in map(validate.extent, tensors))
+
+
 def plan_of(impl: str, problem: Problem, tensors: list[Tensor]) -> Plan | None:
     """What is remembered of a validated call; None where the next one must be looked at again.
 
     That is where validation had to copy something, addresses are odd, or a gradient is asked for.
     """
-    views = []
-    for i in _PARAMETERS:
-        given, used = tensors[i], getattr(problem, TENSORS[i])
-        if used is None:
-            continue
-        if given.shape != used.shape:
-            views.append((TENSORS[i], tuple(used.shape)))
-        if given.data_ptr() != used.data_ptr() or not given.is_contiguous():
-            return None
-    if problem.facts.unaligned or problem.facts.requires_grad or any(x.is_neg() for x in tensors):
+    facts, views = problem.facts, _views_of(problem, dict(zip(TENSORS, tensors, strict=True)))
+    if views is None or facts.unaligned or facts.requires_grad:
         return None
-    facts = problem.facts
     fields = {name: value for name, value in problem.__dict__.items() if name not in TENSORS}
     fields["layout"] = Layout(problem.layout.batch, problem.layout.tokens, None)
-    sizes = tuple(stop - start for start, stop in map(validate.extent, tensors))
     reads = facts.varlen or facts.gate is GateKind.GIVEN
-    return Plan(impl, alike_of(_told_apart(tensors)), facts, reads, fields, sizes, tuple(views))
+    return Plan(impl, alike_of(told_apart(tensors)), facts, reads, fields, _sizes_of(tensors), views)
+
+
+def step_plan_of(impl: str, problem: StepProblem, tensors: list[Tensor]) -> StepPlan | None:
+    """What is remembered of a validated step; None where validation had to copy something."""
+    views = _views_of(problem, dict(zip(STEP_TENSORS, tensors, strict=True)))
+    if views is None:
+        return None
+    fields = {name: value for name, value in problem.__dict__.items() if name not in STEP_TENSORS}
+    return StepPlan(impl, alike_of(tensors), fields, _sizes_of(tensors), views)

@@ -52,8 +52,14 @@ def mark(size: int) -> Tensor:
         return torch.empty(size, device="cpu").as_subclass(Mark)
 
 
+#: The tensors of a step, in `kda.step`'s order.
+STEP_TENSORS = (
+    *("q", "k", "v", "g", "beta", "state", "out", "A_log", "dt_bias"),
+    *("state_indices", "write_indices", "token_indices", "fresh"),
+)
+
 #: Stand for the tensors that a call has not, where calls are compared and addresses taken: theirs is 0.
-ABSENT: tuple[Tensor, ...] = tuple(mark(0) for _ in TENSORS)
+ABSENT: tuple[Tensor, ...] = tuple(mark(0) for _ in range(max(len(TENSORS), len(STEP_TENSORS))))
 
 
 def aligned(x: Tensor, unit: int = VECTOR) -> bool:

@@ -500,7 +500,7 @@ def _indices(name: str, value: Tensor, symbols: str, shape: tuple[int, ...]) -> 
     _require_shape(name, value, symbols, shape, "one slot of the pool for each, negative for none")
 
 
-def _pool_contents(q: Tensor, slots: int, reads: Tensor | None, writes: Tensor | None, tokens: Tensor | None) -> None:
+def pool_contents(q: Tensor, slots: int, reads: Tensor | None, writes: Tensor | None, tokens: Tensor | None) -> None:
     """What only the indices' contents can tell: on a CPU whether they are within the pool; collisions on request."""
     checking = switched_on("KDA_CHECK")
     if not checking and q.device.type != "cpu":
@@ -604,7 +604,7 @@ def step(
         if name in given.tensors:
             readers = {other: x for other, x in given.tensors.items() if other != name}
             _require_writable(name, given.tensors[name], readers, extents)
-    _pool_contents(q, slots, state_indices, write_indices, token_indices)
+    pool_contents(q, slots, state_indices, write_indices, token_indices)
 
     facts = given.facts(
         N=slots,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kda
 import kda.ref.recurrent
-from kda import dispatch
+from kda import api, dispatch, plan, validate
 from kda.problem import Output, StepProblem
 from kda.ref.error import deviation
 from kda.testing.cases import Case, StepCase, arguments
@@ -92,8 +92,6 @@ def test_against_the_specification(impl: str, name: str) -> None:
     at = list(range(1, 2 * len(case.lengths), 2))[::-1]
     pool = pool_of(states, 2 * len(case.lengths) + 1, at)
     o = kda.step(**call, state=pool, state_indices=torch.tensor(at, device=pool.device))
-    from kda import api
-
     gathered, _ = api.gather(**arguments(case))
     rounding = dispatch.implementation(impl).rounding(replace(gathered.facts, operation="step"))
     d = deviation(Output(o.cpu(), pool[at].cpu()), expected(case, rounding))
@@ -337,6 +335,57 @@ def test_collisions_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=message):
             kda.step(**call, state=pool, **indices)
         assert_equal(pool, states)
+
+
+# ---- repeated calls
+
+
+def test_a_repeated_step_is_not_validated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tensors and contents of the same layout, and whatever decides is compared; what is wrong is still wrong."""
+    validated: list[int] = []
+    original = validate.step
+    monkeypatch.setattr(validate, "step", lambda *args, **flags: validated.append(1) or original(*args, **flags))
+    monkeypatch.setattr(api, "_STEP_PLANS", plan.Plans())
+    call, states = small()
+    index = torch.arange(5)
+    for seed in (1, 2, 3):
+        other, begin = call_of(replace(MODEL, K=16, V=16, seed=seed), "recurrent")
+        other["dt_bias"], other["A_log"] = other["dt_bias"].flatten(), other["A_log"][None, None, :, None]
+        mine, fresh = begin.clone(), begin.clone()
+        o = kda.step(**other, state=mine, state_indices=index)
+        kept, api._STEP_PLANS = api._STEP_PLANS, plan.Plans()
+        assert_equal(o, kda.step(**other, state=fresh, state_indices=index))
+        assert_equal(mine, fresh)
+        api._STEP_PLANS = kept
+    assert len(validated) == 1 + 3
+
+    kda.step(**call, state=states.clone())
+    seen = len(validated)
+    for changes in (
+        {"use_qk_l2norm": False},
+        {"scale": 0.3},
+        {"lower_bound": -1.0},
+        {"state": states.bfloat16()},
+        {"state_indices": index.int()},
+        {"fresh": torch.ones(5, dtype=torch.bool)},
+        {"q": call["q"].transpose(1, 2).contiguous().transpose(1, 2)},
+        {"impl": "auto"},
+        {"out": torch.empty_like(call["v"])},
+    ):
+        kda.step(**{**call, "state": states.clone(), **changes})
+        seen += 1
+        assert len(validated) == seen, changes
+    for changes, message in (
+        ({"use_qk_l2norm": 1}, "use_qk_l2norm"),
+        ({"q": call["q"].clone().requires_grad_()}, "requires grad"),
+        ({"state_indices": index.int() + 1}, "state_indices: .*below 5"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            kda.step(**{**call, "state": states.clone(), **changes})
+    store = torch.zeros(states.numel() + call["v"].numel() * 2)
+    out = store[: states.numel()].view(torch.bfloat16)[: call["v"].numel()].view(call["v"].shape)
+    with pytest.raises(ValueError, match="expected memory of its own"):
+        kda.step(**call, state=store[: states.numel()].view(states.shape), out=out)
 
 
 # ---- who runs it

@@ -11,32 +11,34 @@ from torch import Tensor
 from kda.problem import Output
 
 
+def _fla_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """What both of fla's functions are given: gate, normalisation and sigmoid in their kernels, states V-first."""
+    names = ("q", "k", "v", "g", "beta", "A_log", "lower_bound")
+    return {name: call[name] for name in names} | {
+        "dt_bias": None if call["dt_bias"] is None else call["dt_bias"].flatten(),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "state_v_first": True,
+    }
+
+
 def _fla(call: dict[str, Any]) -> Callable[[], Output]:
-    """`chunk_kda` of flash-linear-attention (fla-core), with gate, normalisation and sigmoid in its kernels."""
+    """`chunk_kda` of flash-linear-attention (fla-core)."""
     import torch
     from fla.ops.kda import chunk_kda
 
+    offsets = call.get("cu_seqlens")
+    arguments = _fla_arguments(call) | {
+        "safe_gate": True,
+        "initial_state": call["initial_state"],
+        "cu_seqlens": None if offsets is None else offsets.long(),
+    }
+
     def run() -> Output:
         with torch.inference_mode():
-            o, state = chunk_kda(
-                q=call["q"],
-                k=call["k"],
-                v=call["v"],
-                g=call["g"],
-                beta=call["beta"],
-                A_log=call["A_log"],
-                dt_bias=None if call["dt_bias"] is None else call["dt_bias"].flatten(),
-                lower_bound=call["lower_bound"],
-                safe_gate=True,
-                initial_state=call["initial_state"],
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                state_v_first=True,
-                cu_seqlens=None if call.get("cu_seqlens") is None else call["cu_seqlens"].long(),
-            )
-        return Output(o, state)
+            return Output(*chunk_kda(**arguments))
 
     return run
 
@@ -46,25 +48,11 @@ def _fla_step(call: dict[str, Any], states: Tensor) -> Callable[[], Output]:
     import torch
     from fla.ops.kda import fused_recurrent_kda
 
+    arguments = _fla_arguments(call) | {"initial_state": states}
+
     def run() -> Output:
         with torch.inference_mode():
-            o, state = fused_recurrent_kda(
-                q=call["q"],
-                k=call["k"],
-                v=call["v"],
-                g=call["g"],
-                beta=call["beta"],
-                A_log=call["A_log"],
-                dt_bias=call["dt_bias"].flatten(),
-                lower_bound=call["lower_bound"],
-                initial_state=states,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                state_v_first=True,
-            )
-        return Output(o, state)
+            return Output(*fused_recurrent_kda(**arguments))
 
     return run
 
