@@ -28,6 +28,7 @@ test-gpu: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	find kda/cuda -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 	$(PY) -m mypy
 
 fuzz: $(VENV)/.ready

@@ -199,7 +199,7 @@ def step(
     ValueError. Indices beyond the pool are a ValueError on a CPU and with ``KDA_CHECK=1``, else they count as negative.
     Nothing here can be differentiated.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not _differentiates(q, k, v, g, beta, A_log, dt_bias, state):
         traced: Tensor = torch.ops.kda.step(
             *(q, k, v, g, beta, state, scale, A_log, dt_bias, lower_bound),
             *(state_indices, write_indices, token_indices, fresh),

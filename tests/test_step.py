@@ -465,6 +465,14 @@ def test_one_graph_for_all_batches(impl: str) -> None:
     assert len(made) == 1
 
 
+def test_a_gradient_is_refused_in_a_graph_too() -> None:
+    call, states = small()
+    call["q"].requires_grad_()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="q: expected no gradient"):
+        torch.compile(lambda **c: kda.step(**c), backend="eager")(**call, state=states)
+
+
 @pytest.mark.parametrize("impl", impls())
 def test_the_operator_keeps_torchs_rules(impl: str) -> None:
     call, states = call_of(MODEL, impl)

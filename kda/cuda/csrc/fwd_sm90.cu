@@ -3,12 +3,12 @@
 // One persistent CTA per multiprocessor takes (sequence, value head) tasks. 640 threads: two consumer warpgroups hold
 // the state, two producer warpgroups prepare chunks in turn, and the warps of a fifth bring tiles in, look at rows, and
 // invert triangles.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-
-#include <cuda.h>
-#include <cuda_runtime.h>
 
 #include "cutlass/arch/reg_reconfig.h"
 #include "kda/extents.h"
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
 }
 
 /// A map of [128, heads, tokens, batch] in bf16 whose boxes are half tiles of one head.
-cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&stride)[3], int64_t B, int64_t T, int64_t heads) {
+cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&stride)[3], int64_t B, int64_t T,
+                       int64_t heads) {
   static std::atomic<void*> known{nullptr};
   void* function = known.load();
   if (function == nullptr) {
@@ -81,19 +82,21 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&strid
     known.store(function);
   }
   const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  const cuuint64_t size[4] = {CHANNELS, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(T), static_cast<cuuint64_t>(B)};
+  const cuuint64_t size[4] = {CHANNELS, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(T),
+                              static_cast<cuuint64_t>(B)};
   // A dimension of one element is never stepped over, whatever stride it is said to have.
   const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(heads > 1 ? stride[2] * 2 : 256),
                                static_cast<cuuint64_t>(T > 1 ? stride[1] * 2 : 256),
                                static_cast<cuuint64_t>(B > 1 ? stride[0] * 2 : 256)};
   const cuuint32_t box[4] = {HALF, 1, TOKENS, 1}, step[4] = {1, 1, 1, 1};
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), size, bytes, box, step,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), size, bytes, box,
+                                 step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-const void* const KERNELS[2] = {reinterpret_cast<const void*>(fwd_kernel<false>), reinterpret_cast<const void*>(fwd_kernel<true>)};
+const void* const KERNELS[2] = {reinterpret_cast<const void*>(fwd_kernel<false>),
+                                reinterpret_cast<const void*>(fwd_kernel<true>)};
 
 /// Multiprocessors of the current device, after the kernels were allowed its shared memory there.
 cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
@@ -103,9 +106,11 @@ cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
   const bool remembered = device < 64;
   multiprocessors = remembered ? known[device].load() : 0;
   if (multiprocessors > 0) return cudaSuccess;
-  if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
+  if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))
+    return error;
   for (const void* kernel : {KERNELS[0], KERNELS[1]}) {
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) return error;
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
+      return error;
   }
   if (remembered) known[device].store(multiprocessors);
   return cudaSuccess;
@@ -121,7 +126,8 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   Arguments args;
   args.p = *p;
   // Not more than Kr's one factor in fp16 leaves room for, see decay.cuh; bounds past -5 have a little less below then.
-  args.anchor = std::min(static_cast<int>(std::lround(16.0 * std::fabs(p->lower_bound) * kda::LOG2E)), 127 - SM90_FP16_BITS);
+  args.anchor =
+      std::min(static_cast<int>(std::lround(16.0 * std::fabs(p->lower_bound) * kda::LOG2E)), 127 - SM90_FP16_BITS);
   if (p->B * p->T > 0) {
     if (cudaError_t error = tensor_map(args.q, p->q, p->q_stride, p->B, p->T, p->H)) return error;
     if (cudaError_t error = tensor_map(args.k, p->k, p->k_stride, p->B, p->T, p->H)) return error;
@@ -133,8 +139,8 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   args.tasks = static_cast<int>(tasks);
   args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && tasks > grid;
   void* arguments[] = {&args};
-  return cudaLaunchKernel(KERNELS[p->use_qk_l2norm && p->use_beta_sigmoid], dim3(grid), dim3(THREADS), arguments, shared_bytes,
-                          static_cast<cudaStream_t>(stream));
+  return cudaLaunchKernel(KERNELS[p->use_qk_l2norm && p->use_beta_sigmoid], dim3(grid), dim3(THREADS), arguments,
+                          shared_bytes, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace

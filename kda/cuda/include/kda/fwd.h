@@ -43,11 +43,11 @@ struct kda_fwd_params {
   int64_t B, T, H, HV, N;
   float scale;
   float lower_bound;
-  int32_t beta_dtype;         // enum kda_dtype
+  int32_t beta_dtype;  // enum kda_dtype
   int32_t A_log_dtype;
   int32_t dt_bias_dtype;
-  int32_t state_dtype;        // of both states
-  int32_t cu_64;              // cu_seqlens holds int64
+  int32_t state_dtype;  // of both states
+  int32_t cu_64;        // cu_seqlens holds int64
   int32_t use_qk_l2norm;
   int32_t use_beta_sigmoid;
   int32_t allow_neg_eigval;
@@ -59,8 +59,9 @@ int kda_abi(void);
 /// Compute capability the kernels were compiled for, such as 90.
 int kda_arch(void);
 
-/// Launch on `stream` (a cudaStream_t) of the current device. Returns 0 or an error of CUDA; or KDA_REFUSED, but only if
-/// `careful` asks for a look at the addresses: by first and last bytes alone, so views side by side in one tensor are refused.
+/// Launch on `stream` (a cudaStream_t) of the current device. Returns 0 or an error of CUDA; or KDA_REFUSED, but only
+/// if `careful` asks for a look at the addresses: by first and last bytes alone, so views side by side in one tensor
+/// are refused.
 int kda_fwd_sm90(const struct kda_fwd_params* params, void* stream, int careful);
 
 /// Text of what the function above returned; never null.

@@ -29,7 +29,8 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
       const int64_t at = task.sequence * p.initial_stride[0] + task.value_head * p.initial_stride[1];
 #pragma unroll 1
       for (int row = lane; row < HALF; row += 32) {
-        const char* from = static_cast<const char*>(p.initial_state) + (at + (place * HALF + row) * p.initial_stride[2]) * size;
+        const char* from =
+            static_cast<const char*>(p.initial_state) + (at + (place * HALF + row) * p.initial_stride[2]) * size;
         char* to = reinterpret_cast<char*>(s.stage[ring.stage()].half) + row * STATE_PITCH * size;
         cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&raw), to, CHANNELS * size);
       }
@@ -40,8 +41,8 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
       const uint32_t use = ring.use();
       const int t = task.start + c * TOKENS;
       auto load = [&](const CUtensorMap& map, TransactionBarrier& full, void* to, int half, int head, Hint hint) {
-        cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), static_cast<uint64_t>(hint), to, half * HALF,
-                                     head, t, task.row);
+        cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), static_cast<uint64_t>(hint), to,
+                                     half * HALF, head, t, task.row);
       };
       TransactionBarrier &raw_gate = s.raw_gate[ring.stage()], &raw = s.raw[ring.stage()];
       s.full[ring.stage()].wait(use ^ 1);  // then its Kr is done with
@@ -49,7 +50,8 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
       if (lane == 0) {
         raw_gate.arrive_and_expect_tx(2 * HALF_BYTES);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) load(a.g, raw_gate, stage.gate(use, half), half, task.value_head, read_once);
+        for (int half = 0; half < 2; ++half)
+          load(a.g, raw_gate, stage.gate(use, half), half, task.value_head, read_once);
       }
       s.read[ring.stage()].wait(use ^ 1);
       if (lane == 0) {
@@ -66,8 +68,8 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
   });
 }
 
-/// 1 / norm of this lane's row of a tile. Not by the tensor cores, though it takes more instructions: these come when the
-/// consumers keep the tensor cores busy, and wait for them.
+/// 1 / norm of this lane's row of a tile. Not by the tensor cores, though it takes more instructions: these come when
+/// the consumers keep the tensor cores busy, and wait for them.
 __device__ __forceinline__ float inverse_norm(const Half& first, int lane) {
   float sum[4] = {};
 #pragma unroll 4

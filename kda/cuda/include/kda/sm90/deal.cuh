@@ -1,5 +1,5 @@
-// How tasks are dealt to CTAs that take several, so that all end at about the same time. Each CTA finds its own, from the
-// lengths alone: no counter in memory, and the same on every run.
+// How tasks are dealt to CTAs that take several, so that all end at about the same time. Each CTA finds its own, from
+// the lengths alone: no counter in memory, and the same on every run.
 #pragma once
 #include "kda/sm90/shared.cuh"
 #include "kda/sm90/task.cuh"
@@ -20,9 +20,10 @@ __device__ __forceinline__ void sort_sequences(const kda_fwd_params& p, Shared& 
   __syncthreads();
 }
 
-/// Deals the heads of a sequence by hands of HAND, one to a CTA, to those that have the fewest chunks so far (Graham's rule
-/// of the longest first): of a hand this CTA has head `s.rank`, or none if that is negative. A thread for every CTA of the
-/// grid keeps them sorted by load: those of a hand stay in order when they are given the same, and are merged with the others.
+/// Deals the heads of a sequence by hands of HAND, one to a CTA, to those that have the fewest chunks so far (Graham's
+/// rule of the longest first): of a hand this CTA has head `s.rank`, or none if that is negative. A thread for every
+/// CTA of the grid keeps them sorted by load: those of a hand stay in order when they are given the same, and are
+/// merged with the others.
 __device__ __forceinline__ void balance(const kda_fwd_params& p, Shared& s, int* scratch) {
   const int hands = hands_of(p), all = static_cast<int>(p.N) * hands, HV = static_cast<int>(p.HV);
   const int grid = gridDim.x, i = threadIdx.x;
@@ -32,11 +33,13 @@ __device__ __forceinline__ void balance(const kda_fwd_params& p, Shared& s, int*
 #pragma unroll 1
   for (int hand = 0; hand < all; ++hand) {
     const int heads = min(HAND, HV - hand % hands * HAND);
-    const int chunks = chunks_of(length_of(p, s, s.order[hand / hands])) + 1;  // a task takes about one chunk's time besides
+    const int chunks =
+        chunks_of(length_of(p, s, s.order[hand / hands])) + 1;  // a task takes about one chunk's time besides
     if (i < grid) {
       const bool dealt = i < heads;
       const int own = load[i] + (dealt ? chunks : 0), add = dealt ? 0 : chunks;
-      int low = dealt ? heads : 0, high = dealt ? grid : heads;  // others are searched for the first that comes after this
+      int low = dealt ? heads : 0,
+          high = dealt ? grid : heads;  // others are searched for the first that comes after this
       const int from = low;
       while (low < high) {
         const int middle = (low + high) / 2, other = load[middle] + add;
@@ -58,8 +61,8 @@ __device__ __forceinline__ void balance(const kda_fwd_params& p, Shared& s, int*
   }
 }
 
-/// What every CTA finds out before its roles begin: where sequences start, and, where they differ in length and there are more
-/// tasks than CTAs, who takes what.
+/// What every CTA finds out before its roles begin: where sequences start, and, where they differ in length and there
+/// are more tasks than CTAs, who takes what.
 __device__ __forceinline__ void deal(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
   const int N = static_cast<int>(p.N);

@@ -1,4 +1,5 @@
-// The elementwise half of a producer's work: gates to sums of log2 decays, and these to Kd, Qd, Ki and Kr; see prepare.cuh.
+// The elementwise half of a producer's work: gates to sums of log2 decays, and these to Kd, Qd, Ki and Kr; see
+// prepare.cuh.
 #pragma once
 #include "kda/numerics.h"
 #include "kda/sm90/device.cuh"
@@ -7,8 +8,8 @@
 
 namespace kda::sm90 {
 
-/// The log2 decay is lower_bound log2(e) sigmoid(exp(A_log) (g + bias)). With slope = -log2(e) exp(A_log), the exponent of
-/// the sigmoid is slope g + offset. The constants live in shared memory, because the chunk needs the registers.
+/// The log2 decay is lower_bound log2(e) sigmoid(exp(A_log) (g + bias)). With slope = -log2(e) exp(A_log), the exponent
+/// of the sigmoid is slope g + offset. The constants live in shared memory, because the chunk needs the registers.
 __device__ __forceinline__ float slope_of(const kda_fwd_params& p, int head) {
   const float A_log = p.A_log ? load_float(p.A_log, head * p.A_log_stride, p.A_log_dtype) : 0.0f;
   // Never 0: a tail's gate of -inf times the slope must be infinite. Steeper than exp(69) the sigmoid is a step.
@@ -33,11 +34,12 @@ __device__ __forceinline__ float sigmoid(float g, float slope, float offset) {
   return reciprocal(1.0f + exp2_fast(fmaf(g, slope, offset)));
 }
 
-/// Rows in the body of a loop over a thread's 8. With all of them in line the roles' code outgrows the instruction cache.
+/// Rows in the body of a loop over a thread's 8. With all of them in line the roles' code outgrows the instruction
+/// cache.
 constexpr int ROWS = 2;
 
-/// This thread's 8 rows of four channels in the tiles of a stage. A warp has all channels of its rows: lanes 0..15 those of
-/// the first half. 16 lanes then read a whole row of 128 bytes, so no bank twice.
+/// This thread's 8 rows of four channels in the tiles of a stage. A warp has all channels of its rows: lanes 0..15
+/// those of the first half. 16 lanes then read a whole row of 128 bytes, so no bank twice.
 ///
 /// Row and place within it are bits of the address that are nowhere else, so that a row is one exclusive or away.
 struct Words {
@@ -45,7 +47,8 @@ struct Words {
   uint32_t first;                            // of row 8 warp in the stage's k
 
   __device__ Words(const Stage& stage, int warp, int lane)
-      : first(cute::cast_smem_ptr_to_uint(stage.half[0].k) + lane / 16 * HALF_STRIDE + warp * 8 * 128 + lane % 16 * 8) {}
+      : first(cute::cast_smem_ptr_to_uint(stage.half[0].k) + lane / 16 * HALF_STRIDE + warp * 8 * 128 + lane % 16 * 8) {
+  }
   __device__ uint32_t row(uint32_t step) const { return first ^ step; }
 };
 static_assert(alignof(Stage) % 1024 == 0 && HALF_BYTES % 1024 == 0 && HALF_STRIDE % 1024 == 0);
@@ -55,8 +58,8 @@ __device__ __forceinline__ uint32_t bytes_to(const Stage& stage, const char* til
   return static_cast<uint32_t>(tile - stage.half[0].k);
 }
 
-/// Sums of log2 decays from the first of the warp's rows, in place of the gate and in a tile that is free: registers have
-/// no room for them until the decays are made. The warp's whole sums are for the other warps.
+/// Sums of log2 decays from the first of the warp's rows, in place of the gate and in a tile that is free: registers
+/// have no room for them until the decays are made. The warp's whole sums are for the other warps.
 __device__ __forceinline__ void sum_gates(Stage& stage, uint32_t use, float4 (&sums)[4][32], const float4& offset,
                                           const float& slope, float bound, int warp, int lane) {
   const Words words(stage, warp, lane);
@@ -72,11 +75,14 @@ __device__ __forceinline__ void sum_gates(Stage& stage, uint32_t use, float4 (&s
     const uint32_t ahead = step + ROWS * Words::ROW < 8 * Words::ROW ? step + ROWS * Words::ROW : 0;
     uint2 g[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) g[r] = next[r], next[r] = in_shared<uint2>((words.row(ahead) ^ r * Words::ROW) + gate);
+    for (int r = 0; r < ROWS; ++r)
+      g[r] = next[r], next[r] = in_shared<uint2>((words.row(ahead) ^ r * Words::ROW) + gate);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      sum[0] = fmaf(bound, sigmoid(low(g[r].x), a, b.x), sum[0]), sum[1] = fmaf(bound, sigmoid(high(g[r].x), a, b.y), sum[1]);
-      sum[2] = fmaf(bound, sigmoid(low(g[r].y), a, b.z), sum[2]), sum[3] = fmaf(bound, sigmoid(high(g[r].y), a, b.w), sum[3]);
+      sum[0] = fmaf(bound, sigmoid(low(g[r].x), a, b.x), sum[0]),
+      sum[1] = fmaf(bound, sigmoid(high(g[r].x), a, b.y), sum[1]);
+      sum[2] = fmaf(bound, sigmoid(low(g[r].y), a, b.z), sum[2]),
+      sum[3] = fmaf(bound, sigmoid(high(g[r].y), a, b.w), sum[3]);
       const uint32_t row = words.row(step) ^ r * Words::ROW;
       in_shared<float2>(row + gate) = make_float2(sum[0], sum[1]);
       in_shared<float2>(row + late) = make_float2(sum[2], sum[3]);
@@ -87,16 +93,16 @@ __device__ __forceinline__ void sum_gates(Stage& stage, uint32_t use, float4 (&s
 
 /// Kd, Qd, Ki and Kr in place of k, q, and the sums; and the decay of the whole chunk.
 template <bool FP16>
-__device__ __forceinline__ void decay_rows(Stage& stage, uint32_t use, const float4 (&sums)[4][32], float anchor, int warp,
-                                           int lane) {
+__device__ __forceinline__ void decay_rows(Stage& stage, uint32_t use, const float4 (&sums)[4][32], float anchor,
+                                           int warp, int lane) {
   const Words words(stage, warp, lane);
   const uint32_t queries = bytes_to(stage, stage.half[0].q);
   const uint32_t gate = bytes_to(stage, stage.gate(use, 0)), late = bytes_to(stage, stage.late(use, 0));
 
-  // What is added to G: the rows before, and a constant. Kr = Ki 2^(G_end + constant): in bf16 by two equal factors, which
-  // keep every intermediate within the exponent. In fp16, where it has SCALE too, one will do: it is at most 2^127, and
-  // underflows, below 2^-126, only in rows 0..15, where G >= -anchor, so where Kr < 2^-50. Sums grow in the order of rows,
-  // so none depends on a later one.
+  // What is added to G: the rows before, and a constant. Kr = Ki 2^(G_end + constant): in bf16 by two equal factors,
+  // which keep every intermediate within the exponent. In fp16, where it has SCALE too, one will do: it is at most
+  // 2^127, and underflows, below 2^-126, only in rows 0..15, where G >= -anchor, so where Kr < 2^-50. Sums grow in the
+  // order of rows, so none depends on a later one.
   const float constant = warp >= 2 ? anchor : static_cast<float>(CARRIED);
   float rest[4], shift[4];
   {
@@ -119,7 +125,8 @@ __device__ __forceinline__ void decay_rows(Stage& stage, uint32_t use, const flo
     if (warp == 2) {  // which has the least to do afterwards
 #pragma unroll
       for (int c = 0; c < 4; c += 2) {
-        *reinterpret_cast<float2*>(&stage.decay[decay_at(4 * lane + c)]) = make_float2(exp2_fast(end[c]), exp2_fast(end[c + 1]));
+        *reinterpret_cast<float2*>(&stage.decay[decay_at(4 * lane + c)]) =
+            make_float2(exp2_fast(end[c]), exp2_fast(end[c + 1]));
       }
     }
   }

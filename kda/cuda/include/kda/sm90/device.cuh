@@ -93,8 +93,8 @@ __device__ __forceinline__ void store_transposed(void* row, uint32_t a, uint32_t
   cute::SM90_U16x4_STSM_T::copy(a, b, *static_cast<cute::uint128_t*>(row));
 }
 
-/// d += a b for one 16 x 8 x 16 product in bf16, or fp16. A lane holds of a [16 x 16] in row-major order rows lane / 4 and 8 more,
-/// columns lane % 4 * 2 and 8 more; b is [8 x 16] the same way.
+/// d += a b for one 16 x 8 x 16 product in bf16, or fp16. A lane holds of a [16 x 16] in row-major order rows lane / 4
+/// and 8 more, columns lane % 4 * 2 and 8 more; b is [8 x 16] the same way.
 template <bool FP16 = false>
 __device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   using Product = std::conditional_t<FP16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
@@ -111,13 +111,13 @@ struct Split {
 };
 
 /// d + small += a b for one 16 x 8 x 8 product in tf32 with two terms: 21 bits. Two accumulators, because each product
-/// waits for the one before it. With the eight k in the order 0, 2, 4, 6, 1, 3, 5, 7 a lane holds of a rows g = lane / 4 and
-/// g + 8, k = 2 t and 2 t + 1 for t = lane % 4 (g 2 t, g + 8 2 t, g 2 t + 1, ...), and of b the same k of column g: in d, two
-/// neighbours of a row.
+/// waits for the one before it. With the eight k in the order 0, 2, 4, 6, 1, 3, 5, 7 a lane holds of a rows g = lane /
+/// 4 and g + 8, k = 2 t and 2 t + 1 for t = lane % 4 (g 2 t, g + 8 2 t, g 2 t + 1, ...), and of b the same k of column
+/// g: in d, two neighbours of a row.
 __device__ __forceinline__ void mma_tf32x2(float (&d)[4], float (&small)[4], const Split (&a)[4], const Split (&b)[2]) {
   using Product = cute::SM80_16x8x8_F32TF32TF32F32_TN;
-  Product::fma(d[0], d[1], d[2], d[3], a[0].large, a[1].large, a[2].large, a[3].large, b[0].large, b[1].large, d[0], d[1],
-               d[2], d[3]);
+  Product::fma(d[0], d[1], d[2], d[3], a[0].large, a[1].large, a[2].large, a[3].large, b[0].large, b[1].large, d[0],
+               d[1], d[2], d[3]);
   Product::fma(small[0], small[1], small[2], small[3], a[0].small, a[1].small, a[2].small, a[3].small, b[0].large,
                b[1].large, small[0], small[1], small[2], small[3]);
   Product::fma(small[0], small[1], small[2], small[3], a[0].large, a[1].large, a[2].large, a[3].large, b[0].small,

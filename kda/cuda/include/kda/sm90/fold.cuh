@@ -6,9 +6,9 @@
 
 namespace kda::sm90 {
 
-/// Where a lane finds or puts a row of 16 x 16 block (row, column) of a matrix of 32 x 32: of its 8 x 8 blocks those of the
-/// first column first, as for an operand of 16 rows, or those of the first row first, as for one of 16 columns, given
-/// transposed.
+/// Where a lane finds or puts a row of 16 x 16 block (row, column) of a matrix of 32 x 32: of its 8 x 8 blocks those of
+/// the first column first, as for an operand of 16 rows, or those of the first row first, as for one of 16 columns,
+/// given transposed.
 __device__ __forceinline__ int by_columns(int row, int column, int lane) {
   return swizzled64(16 * row + lane % 16, 2 * column + lane / 16);
 }
@@ -23,7 +23,8 @@ __device__ __forceinline__ void multiply_blocks(float (&d)[8], const uint32_t (&
   mma<FP16>(d + 4, x, y[2], y[3]);
 }
 
-/// Eight accumulators in bf16, times a power of two: scaled after the rounding, two at once, which is exact above 2^-126.
+/// Eight accumulators in bf16, times a power of two: scaled after the rounding, two at once, which is exact above
+/// 2^-126.
 __device__ __forceinline__ void pack_block(uint32_t (&y)[4], const float* d, float power) {
   const uint32_t both = pack(power, power);
 #pragma unroll
@@ -36,7 +37,8 @@ __device__ __forceinline__ void fold_keys(Stage& stage, uint32_t use, const char
   using namespace cute::SM90::GMMA;
   using Product = std::conditional_t<FP16, MMA_64x32x16_F32F16F16_SS<Major::MN, Major::K>,
                                      MMA_64x32x16_F32BF16BF16_SS<Major::MN, Major::K>>;
-  const uint64_t kr = descriptor(stage.late(use, 0), LayoutType::B128, 1024), ab = descriptor(inverse, LayoutType::B64, 512);
+  const uint64_t kr = descriptor(stage.late(use, 0), LayoutType::B128, 1024),
+                 ab = descriptor(inverse, LayoutType::B64, 512);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // one after the other: the registers of both are not there
     float d[16];
@@ -44,8 +46,8 @@ __device__ __forceinline__ void fold_keys(Stage& stage, uint32_t use, const char
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      Product::fma(operand_at(kr, half * HALF_STRIDE + i * 16 * 128), operand_at(ab, i * 32), d[0], d[1], d[2], d[3], d[4],
-                   d[5], d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15],
+      Product::fma(operand_at(kr, half * HALF_STRIDE + i * 16 * 128), operand_at(ab, i * 32), d[0], d[1], d[2], d[3],
+                   d[4], d[5], d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15],
                    i == 0 ? ScaleOut::Zero : ScaleOut::One);
     }
     cute::warpgroup_commit_batch();

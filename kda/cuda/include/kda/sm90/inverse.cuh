@@ -1,5 +1,5 @@
-// The inverse of a chunk's triangle, and Aq from it: the role of one warp, beside the producers, because it is one long chain
-// that four warps would wait for.
+// The inverse of a chunk's triangle, and Aq from it: the role of one warp, beside the producers, because it is one long
+// chain that four warps would wait for.
 #pragma once
 #include "kda/sm90/device.cuh"
 #include "kda/sm90/fold.cuh"
@@ -10,10 +10,10 @@ namespace kda::sm90 {
 
 /// The 16 x 16 blocks on the diagonal of Ab = (I + L)^-1 diag(beta), transposed: row j of `inverse` is column j of Ab.
 ///
-/// Entries of the inverse are bounded, powers of L are not, so 8 x 8 blocks are substituted, in fp32, a column a lane, and
-/// merged by (A 0; C B)^-1 = (A' 0; -B' C A' B') on the tensor cores, in tf32 with two terms an operand: with weights near 2
-/// one term loses what Ab would still hold. C A' is made transposed, A'^T C^T: then a lane's accumulators are its operands
-/// of the next product. Both merges share a product of 16 rows, 8 each.
+/// Entries of the inverse are bounded, powers of L are not, so 8 x 8 blocks are substituted, in fp32, a column a lane,
+/// and merged by (A 0; C B)^-1 = (A' 0; -B' C A' B') on the tensor cores, in tf32 with two terms an operand: with
+/// weights near 2 one term loses what Ab would still hold. C A' is made transposed, A'^T C^T: then a lane's
+/// accumulators are its operands of the next product. Both merges share a product of 16 rows, 8 each.
 template <bool FP16>
 __device__ __forceinline__ void invert(const float* lower, float* solved, const Stage& stage, char* inverse, int lane) {
   const int block = lane / 8, column = lane % 8, g = lane / 4, t = 2 * (lane % 4);
@@ -81,8 +81,8 @@ __device__ __forceinline__ char* term_of_t(float* lower, int term, int lane) {
   return reinterpret_cast<char*>(lower + lane % 16 * LOWER_PITCH + 16) + 32 * term + lane / 16 * 16;
 }
 
-/// Two floats over SCALE as operands: in bf16 with two terms, because T and what it is multiplied with cancel where weights
-/// are near 2.
+/// Two floats over SCALE as operands: in bf16 with two terms, because T and what it is multiplied with cancel where
+/// weights are near 2.
 template <bool FP16>
 constexpr int TERMS = FP16 ? 1 : 2;
 

@@ -6,15 +6,15 @@
 //   L  = strict_lower(Kd Ki^T) beta_t     M = lower(Qd Ki^T)
 //   Ab = (I + L)^-1 diag(beta)            Ak = Ab^T Kr         Aq = M Ab
 //
-// 2^G spans more than the exponent of bf16 over 32 tokens of the strongest gate. So rows of Kd, Qd and Ki are anchored by
-// constants, the same whatever the gates are (so that no row depends on a later token): G + CARRIED in rows 0..15, G +
-// anchor in rows 16..31. Kd S would overflow for slow channels and large states; the recurrence carries its state, and Ak,
-// times 2^-CARRIED. That leaves 2^(anchor - CARRIED) too much in block (rows >= 16, columns < 16) of L and M, taken out again
-// exactly; rows >= 16 of Aq are given it back, because they join those of Qd S.
+// 2^G spans more than the exponent of bf16 over 32 tokens of the strongest gate. So rows of Kd, Qd and Ki are anchored
+// by constants, the same whatever the gates are (so that no row depends on a later token): G + CARRIED in rows 0..15, G
+// + anchor in rows 16..31. Kd S would overflow for slow channels and large states; the recurrence carries its state,
+// and Ak, times 2^-CARRIED. That leaves 2^(anchor - CARRIED) too much in block (rows >= 16, columns < 16) of L and M,
+// taken out again exactly; rows >= 16 of Aq are given it back, because they join those of Qd S.
 //
-// Ab, M and Kr are at most 4, 1 and 1 where keys and queries are normalised and the weight is a sigmoid's. Then they are
-// fp16: in bf16 their roundings are half of the kernel's error. What fp16 lacks below 2^-14 they gain by a factor of
-// 2^SM90_FP16_BITS. Raw keys, queries and weights may be larger than fp16 reaches.
+// Ab, M and Kr are at most 4, 1 and 1 where keys and queries are normalised and the weight is a sigmoid's. Then they
+// are fp16: in bf16 their roundings are half of the kernel's error. What fp16 lacks below 2^-14 they gain by a factor
+// of 2^SM90_FP16_BITS. Raw keys, queries and weights may be larger than fp16 reaches.
 #pragma once
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "kda/numerics.h"
@@ -46,18 +46,20 @@ __device__ __forceinline__ void score(Stage& stage, const char* gate, float (&d)
   hold(d);
 }
 
-/// From 16 rows of Kd Ki^T: the blocks on the diagonal of L transposed, in fp32, and what is below them, T, as it is, negated.
-/// Element d[4 n + 2 r + e] is row 8 r + lane / 4 of the warp's 16 and column 8 n + lane % 4 * 2 + e. 8 x 8 blocks above the
-/// diagonal are left out; what is above it in a block, and may be infinite, is stored and never used.
+/// From 16 rows of Kd Ki^T: the blocks on the diagonal of L transposed, in fp32, and what is below them, T, as it is,
+/// negated. Element d[4 n + 2 r + e] is row 8 r + lane / 4 of the warp's 16 and column 8 n + lane % 4 * 2 + e. 8 x 8
+/// blocks above the diagonal are left out; what is above it in a block, and may be infinite, is stored and never used.
 template <bool FP16, bool UPPER>
-__device__ __forceinline__ void store_keys(const float (&beta)[2], const float (&d)[16], float exact, float* lower, int lane) {
+__device__ __forceinline__ void store_keys(const float (&beta)[2], const float (&d)[16], float exact, float* lower,
+                                           int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = 16 * UPPER + 8 * r + lane / 4;
 #pragma unroll
     for (int n = 2 * UPPER; n <= 2 * UPPER + r; ++n) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) lower[(8 * n + lane % 4 * 2 + e) * LOWER_PITCH + row] = d[4 * n + 2 * r + e] * beta[r];
+      for (int e = 0; e < 2; ++e)
+        lower[(8 * n + lane % 4 * 2 + e) * LOWER_PITCH + row] = d[4 * n + 2 * r + e] * beta[r];
     }
   }
   if constexpr (UPPER) {
@@ -70,8 +72,8 @@ __device__ __forceinline__ void store_keys(const float (&beta)[2], const float (
   }
 }
 
-/// 16 rows of M from those of Qd Ki^T into the place of Aq: blocks of 16 columns up to the diagonal's. Masks select: what
-/// they hide may be infinite.
+/// 16 rows of M from those of Qd Ki^T into the place of Aq: blocks of 16 columns up to the diagonal's. Masks select:
+/// what they hide may be infinite.
 template <bool FP16, bool UPPER>
 __device__ __forceinline__ void store_queries(const float (&d)[16], float exact, char* aq, int lane) {
   const bool within[2] = {lane % 4 * 2 <= lane / 4, lane % 4 * 2 + 1 <= lane / 4};  // an 8 x 8 block of the diagonal
@@ -114,7 +116,8 @@ struct Chunks {
   __device__ bool is_tail() const { return tail != 0 && ring.chunk + 1 == end; }
 };
 
-/// The role of a producer warpgroup. While a chunk's triangle is inverted elsewhere, the group sums the gates of its next.
+/// The role of a producer warpgroup. While a chunk's triangle is inverted elsewhere, the group sums the gates of its
+/// next.
 template <bool FP16>
 __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int group) {
   const kda_fwd_params& p = args.p;

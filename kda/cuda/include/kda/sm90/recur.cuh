@@ -2,8 +2,8 @@
 //
 //   R = V - Kd S      O = Qd S + Aq R      S' = decay S + Ak^T R
 //
-// S carries 2^-CARRIED, and Ak with it. Rows 0..15 of Kd and Qd make up for that; rows 16..31 have 2^(anchor - CARRIED) more,
-// which is taken out where R is formed, and of O at the end. So R has its true size.
+// S carries 2^-CARRIED, and Ak with it. Rows 0..15 of Kd and Qd make up for that; rows 16..31 have 2^(anchor - CARRIED)
+// more, which is taken out where R is formed, and of O at the end. So R has its true size.
 #pragma once
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
@@ -18,17 +18,18 @@ namespace kda::sm90 {
 __device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
                                                cute::SM90::GMMA::ScaleOut keep) {
   using namespace cute::SM90::GMMA;
-  MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::K>::fma(
-      a[0], a[1], a[2], a[3], b, d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13],
-      d[14], d[15], d[16], d[17], d[18], d[19], d[20], d[21], d[22], d[23], d[24], d[25], d[26], d[27], d[28], d[29], d[30],
-      d[31], keep);
+  MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[0], d[1], d[2], d[3], d[4], d[5],
+                                                       d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15],
+                                                       d[16], d[17], d[18], d[19], d[20], d[21], d[22], d[23], d[24],
+                                                       d[25], d[26], d[27], d[28], d[29], d[30], d[31], keep);
 }
 
 /// o += (Aq R)^T for 16 of the tokens of R.
 __device__ __forceinline__ void add_to_output(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
   using namespace cute::SM90::GMMA;
   MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[0], d[1], d[2], d[3], d[4], d[5],
-                                                       d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15]);
+                                                       d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14],
+                                                       d[15]);
 }
 
 __device__ __forceinline__ void add_to_state(State& s, const uint32_t (&a)[4], uint64_t b) {
@@ -54,15 +55,17 @@ __device__ __forceinline__ void store_output(Shared& s, uint32_t chunk, int grou
                                              const uint32_t (&o)[2][4]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    store_transposed(s.o[chunk % 2].half[group] + swizzled(16 * h + lane % 16, vector), o[h][0], o[h][2], o[h][1], o[h][3]);
+    store_transposed(s.o[chunk % 2].half[group] + swizzled(16 * h + lane % 16, vector), o[h][0], o[h][2], o[h][1],
+                     o[h][3]);
   }
 }
 
 /// o of chunk `c` of the task, `chunk` of the CTA, out of shared memory; rows beyond the sequence's end are left alone.
-/// Buffers change with every chunk, so a group's barrier also says that the buffer before is free. Only the LAST chunk of a
-/// task can have such rows.
+/// Buffers change with every chunk, so a group's barrier also says that the buffer before is free. Only the LAST chunk
+/// of a task can have such rows.
 template <bool LAST>
-__device__ __forceinline__ void send_output(const Arguments& a, Shared& s, const Task& task, uint32_t chunk, int c, int group) {
+__device__ __forceinline__ void send_output(const Arguments& a, Shared& s, const Task& task, uint32_t chunk, int c,
+                                            int group) {
   const kda_fwd_params& p = a.p;
   const char* o = s.o[chunk % 2].half[group];
   const int t = task.start + c * TOKENS, thread = threadIdx.x % 128;
@@ -77,7 +80,8 @@ __device__ __forceinline__ void send_output(const Arguments& a, Shared& s, const
     }
     return;
   }
-  auto* out = static_cast<__nv_bfloat16*>(p.out) + task.row * p.out_stride[0] + task.value_head * p.out_stride[2] + group * HALF;
+  auto* out = static_cast<__nv_bfloat16*>(p.out) + task.row * p.out_stride[0] + task.value_head * p.out_stride[2] +
+              group * HALF;
 #pragma unroll 1
   for (int i = thread; i < rows * 8; i += 128) {
     const int row = i / 8, vector = i % 8;
@@ -126,7 +130,8 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       cute::warpgroup_arrive();
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        multiply_state(d, a[i], operand_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32), i == 0 ? ScaleOut::Zero : ScaleOut::One);
+        multiply_state(d, a[i], operand_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32),
+                       i == 0 ? ScaleOut::Zero : ScaleOut::One);
       }
       cute::warpgroup_commit_batch();
       // Under the products, which read the packed state. The branches keep ptxas from moving it among them or after.
@@ -165,7 +170,8 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       cute::warpgroup_commit_batch();
       cute::warpgroup_wait<1>();
       hold(state);
-      // Under the products of Aq. The wait for the next V, which is there long before its operands, keeps ptxas from moving it.
+      // Under the products of Aq. The wait for the next V, which is there long before its operands, keeps ptxas from
+      // moving it.
       pack_state(state, a);
       if (const Ring next{ring.chunk + 1}; next.chunk != end) s.raw[next.stage()].wait(next.use());
       cute::warpgroup_wait<0>();

@@ -11,9 +11,9 @@
 //
 // (Of a place that holds a state the inverting warp waits for raw_gate too, and arrives.)
 //
-// A stage holds one chunk of 32 tokens of one head, or half of the initial state of a task, which comes before its chunks.
-// Tiles are two halves of 64 channels; a half is 32 rows of 128 bytes in the 128-byte swizzle of tensor maps and wgmma: the
-// 16-byte vector c of row t lies at position c ^ (t % 8).
+// A stage holds one chunk of 32 tokens of one head, or half of the initial state of a task, which comes before its
+// chunks. Tiles are two halves of 64 channels; a half is 32 rows of 128 bytes in the 128-byte swizzle of tensor maps
+// and wgmma: the 16-byte vector c of row t lies at position c ^ (t % 8).
 #pragma once
 #include <cuda_bf16.h>
 
@@ -55,15 +55,15 @@ struct alignas(1024) Stage {
   float beta[TOKENS];
   float2 norm[TOKENS];  // what k and q are multiplied by
 
-  /// Two tiles that change places from one use of the stage to the next: in `gate` the raw gate, then half of the sums of
-  /// log2 decays, then Ki, then Ak; in `late` the other half of the sums, then Kr. Kr is done with when Ak and Aq are
-  /// there, so the next chunk's gate can come while this chunk's Ak is in use.
+  /// Two tiles that change places from one use of the stage to the next: in `gate` the raw gate, then half of the sums
+  /// of log2 decays, then Ki, then Ak; in `late` the other half of the sums, then Kr. Kr is done with when Ak and Aq
+  /// are there, so the next chunk's gate can come while this chunk's Ak is in use.
   __device__ char* gate(uint32_t use, int i) { return half[i].x[use]; }
   __device__ char* late(uint32_t use, int i) { return half[i].x[use ^ 1]; }
 };
 
-/// What a stage holds in place of a chunk when a task begins: 64 rows of its state, with some bytes between them, so that 8
-/// rows meet no bank twice.
+/// What a stage holds in place of a chunk when a task begins: 64 rows of its state, with some bytes between them, so
+/// that 8 rows meet no bank twice.
 constexpr int STATE_PITCH = CHANNELS + 8;
 static_assert(HALF * STATE_PITCH * sizeof(float) <= sizeof(Stage{}.half));
 
@@ -76,16 +76,16 @@ struct Shared {
   } o[2];
   // L transposed: its 16 x 16 blocks on the diagonal; and minus the block below them of Kd Ki^T, see `term_of_t`
   alignas(16) float lower[GROUPS][TOKENS * LOWER_PITCH];
-  alignas(16) float solved[TOKENS * SOLVED_PITCH];        // diagonal 8 x 8 blocks of (I + L)^-1, transposed
+  alignas(16) float solved[TOKENS * SOLVED_PITCH];  // diagonal 8 x 8 blocks of (I + L)^-1, transposed
   // Ab transposed: row j is column j of Ab. Rows as of aq.
   alignas(1024) char inverse[GROUPS][TOKENS * TOKENS * 2];
-  float4 offset[GROUPS][128];    // each producer thread's own constants of the gate
+  float4 offset[GROUPS][128];  // each producer thread's own constants of the gate
   float slope[GROUPS][128];
-  float4 sum[GROUPS][4][32];     // of log2 decays: 8 rows a warp, 4 channels a lane
-  int order[MOST_SORTED];        // sequences, the longest first
-  int rank[MOST_HANDS];          // see deal.cuh
+  float4 sum[GROUPS][4][32];  // of log2 decays: 8 rows a warp, 4 channels a lane
+  int order[MOST_SORTED];     // sequences, the longest first
+  int rank[MOST_HANDS];       // see deal.cuh
   int balanced;
-  int start[MOST_STARTS];        // first tokens of sequences, and the end of the last one
+  int start[MOST_STARTS];               // first tokens of sequences, and the end of the last one
   TransactionBarrier raw_gate[STAGES];  // g, or the turn of a state
   TransactionBarrier raw[STAGES];       // q, k and v, or half of a state
   Barrier ready[STAGES];                // norms, beta, and tails
@@ -96,9 +96,11 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= 232448, "does not fit into the shared memory of a multiprocessor");
 
-/// Where the decay of an even channel lies, and the next one's after it: in the order in which a consumer's lane needs them,
-/// 8 j + 2 t, 8 j + 2 t + 1 for t = lane % 4, four at a time.
-__device__ __forceinline__ int decay_at(int channel) { return channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2 * 2; }
+/// Where the decay of an even channel lies, and the next one's after it: in the order in which a consumer's lane needs
+/// them, 8 j + 2 t, 8 j + 2 t + 1 for t = lane % 4, four at a time.
+__device__ __forceinline__ int decay_at(int channel) {
+  return channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2 * 2;
+}
 
 /// What fp16 operands are multiplied by.
 template <bool FP16>

@@ -6,26 +6,30 @@
 
 namespace kda::sm90 {
 
-/// The state of a thread: element [4 j + 2 r + e] is V row 8 r + lane / 4 of the warp's 16, channel 8 j + lane % 4 * 2 + e.
+/// The state of a thread: element [4 j + 2 r + e] is V row 8 r + lane / 4 of the warp's 16, channel 8 j + lane % 4 * 2
+/// + e.
 using State = float[64];
 
-// Final states go to memory from the registers. Of 16 channels of a row four lanes hold two and two each, eight channels
-// apart; two neighbours exchange a pair, so that each has four in a row, a quarter: the even lane for j even, the odd lane
-// for j odd. Stores of 16 bytes are half as many as those of 8, and it is their number that costs.
+// Final states go to memory from the registers. Of 16 channels of a row four lanes hold two and two each, eight
+// channels apart; two neighbours exchange a pair, so that each has four in a row, a quarter: the even lane for j even,
+// the odd lane for j odd. Stores of 16 bytes are half as many as those of 8, and it is their number that costs.
 
 __device__ __forceinline__ float2 from_neighbour(float2 x) {
   return make_float2(__shfl_xor_sync(~0u, x.x, 1), __shfl_xor_sync(~0u, x.y, 1));
 }
 
 __device__ __forceinline__ void put_quarter(float4* to, const float4& x) { *to = x; }
-__device__ __forceinline__ void put_quarter(uint2* to, const float4& x) { *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
+__device__ __forceinline__ void put_quarter(uint2* to, const float4& x) {
+  *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
+}
 
 /// Byte of a thread's first four channels in its first row of a task's state, and of 8 rows.
 struct Rows {
   int64_t first, step;
   __device__ Rows(const int64_t (&stride)[3], int size, const Task& task, int first_row) {
     const int lane = threadIdx.x % 32, channel = lane % 2 * 8 + lane % 4 / 2 * 4;
-    first = (task.sequence * stride[0] + task.value_head * stride[1] + (first_row + lane / 4) * stride[2] + channel) * size;
+    first =
+        (task.sequence * stride[0] + task.value_head * stride[1] + (first_row + lane / 4) * stride[2] + channel) * size;
     step = 8 * stride[2] * size;
   }
 };
@@ -39,7 +43,8 @@ __device__ __forceinline__ void store_rows(void* to, const Rows& rows, float sca
     auto* row = reinterpret_cast<Quarter*>(first + r * rows.step);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float a0 = s[8 * i + 2 * r], a1 = s[8 * i + 2 * r + 1], b0 = s[8 * i + 4 + 2 * r], b1 = s[8 * i + 5 + 2 * r];
+      const float a0 = s[8 * i + 2 * r], a1 = s[8 * i + 2 * r + 1], b0 = s[8 * i + 4 + 2 * r],
+                  b1 = s[8 * i + 5 + 2 * r];
       const float2 own = make_float2(odd ? b0 : a0, odd ? b1 : a1);
       const float2 other = from_neighbour(make_float2(odd ? a0 : b0, odd ? a1 : b1));
       put_quarter(row + 4 * i, odd ? make_float4(other.x * scale, other.y * scale, own.x * scale, own.y * scale)
@@ -49,7 +54,8 @@ __device__ __forceinline__ void store_rows(void* to, const Rows& rows, float sca
 }
 
 /// The initial state, which comes in the ring's next places.
-__device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, Ring& ring, int group, float scale, State& state) {
+__device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, Ring& ring, int group, float scale,
+                                           State& state) {
   if (p.initial_state == nullptr) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i] = 0.0f;

@@ -29,7 +29,8 @@ struct Task {
 
 __device__ __forceinline__ int64_t offset_of(const kda_fwd_params& p, int64_t i) {
   const int64_t at = i * p.cu_stride;
-  const int64_t x = p.cu_64 ? static_cast<const int64_t*>(p.cu_seqlens)[at] : static_cast<const int32_t*>(p.cu_seqlens)[at];
+  const int64_t x =
+      p.cu_64 ? static_cast<const int64_t*>(p.cu_seqlens)[at] : static_cast<const int32_t*>(p.cu_seqlens)[at];
   return min(max(x, int64_t{0}), p.T);
 }
 
@@ -75,8 +76,9 @@ __device__ __forceinline__ float load_float(const void* x, int64_t i, int dtype)
 /// Parts that a sequence's heads are dealt in, see deal.cuh.
 __device__ __forceinline__ int hands_of(const kda_fwd_params& p) { return (static_cast<int>(p.HV) + HAND - 1) / HAND; }
 
-/// The next task of this CTA; `position` is 0 at first. False if there are no more. Tasks that are sorted, but too many to be
-/// dealt by load, go to CTAs forth and back, so that who had the longest of one round has the shortest of the next.
+/// The next task of this CTA; `position` is 0 at first. False if there are no more. Tasks that are sorted, but too many
+/// to be dealt by load, go to CTAs forth and back, so that who had the longest of one round has the shortest of the
+/// next.
 __device__ __forceinline__ bool next_task(const Arguments& a, const Shared& s, int& position, Task& task) {
   const int grid = gridDim.x, cta = blockIdx.x, HV = static_cast<int>(a.p.HV);
   if (s.balanced) {
