@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from kda import dispatch, ops, plan, validate
-from kda.problem import Facts, Implementation, Output, Problem, StepProblem
+from kda.problem import TENSORS, Facts, Implementation, Output, Problem, StepProblem
+
+#: The flags of `fwd`, in its order.
+FLAGS = ("output_final_state", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval", "batch_invariant")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -143,6 +146,15 @@ def fwd(
     if known is None and (new := plan.plan_of(implementation.name, problem, present)) is not None:
         _PLANS.add(key, new)  # with what the implementation keeps in its memo
     return result
+
+
+def planned(call: Mapping[str, Any]) -> bool:
+    """Whether a call like `fwd(**call)` has run before, so that this one will too. Every flag has to be in `call`."""
+    tensors = tuple(call.get(name) for name in TENSORS)
+    flags = (call[name] for name in FLAGS)
+    rest = (call["scale"], call["lower_bound"], *flags, call["impl"], dispatch.generation())
+    key = plan.key_of(tensors[0], call.get("cu_seqlens"), *rest)
+    return _PLANS.find(key, plan.told_apart(plan.filled(tensors))) is not None
 
 
 def step(

@@ -9,7 +9,7 @@ import torch
 from targets import device, implementations
 
 import kda
-from kda import convert
+from kda import api, convert, plan, validate
 from kda.testing.cases import Case, arguments
 
 CASE = Case(lengths=(20, 0, 5), H=2, K=32, V=32, dtype="float32")
@@ -37,6 +37,32 @@ def test_a_program_for_flash_kda(impl: str, monkeypatch: pytest.MonkeyPatch) -> 
     expected = kda.fwd(**call, impl="recurrent")
     torch.testing.assert_close(out, expected.o, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(final, expected.final_state, rtol=1e-4, atol=1e-5)
+
+
+def test_a_caller_of_fla_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla asks before every call: what has run is not validated for the answer, and what differs is."""
+    from kda.integrations import fla
+
+    validated: list[int] = []
+    original = validate.forward
+    monkeypatch.setattr(validate, "forward", lambda *args, **flags: validated.append(1) or original(*args, **flags))
+    monkeypatch.setattr(api, "_PLANS", plan.Plans())
+    inputs = arguments(CASE)
+    call = {name: inputs[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound")}
+    call |= {"cu_seqlens": inputs["cu_seqlens"], "use_gate_in_kernel": True}
+    for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state"):
+        call[name] = True
+    for state in (None, inputs["initial_state"], convert.transpose_state(inputs["initial_state"])):
+        given = call | {"initial_state": state, "state_v_first": True}
+        before = len(validated)
+        for n in range(3):
+            assert fla.verify(**given) == (True, None)
+            fla.chunk_kda(**given)
+            assert len(validated) - before <= 2, n
+    before = len(validated)
+    assert not fla.verify(**(call | {"k": call["k"][:, 1:]}))[0]
+    assert fla.verify(**(call | {"scale": 0.5})) == (True, None)
+    assert len(validated) == before + 2
 
 
 def test_states_of_the_other_layout() -> None:

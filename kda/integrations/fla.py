@@ -75,6 +75,8 @@ def _translated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str
         "use_qk_l2norm": bool(given.get("use_qk_l2norm_in_kernel")),
         "use_beta_sigmoid": bool(given.get("use_beta_sigmoid_in_kernel")),
         "allow_neg_eigval": bool(given.get("allow_neg_eigval")),
+        "batch_invariant": False,
+        "impl": "auto",
     }
     return call, v_first
 
@@ -83,6 +85,8 @@ def verify(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
     """fla's question about a call of `chunk_kda`: whether it runs here, and if not, why."""
     try:
         call, _ = _translated(args, kwargs)
+        if api.planned(call):
+            return True, None
         explanation = api.explain(**call)
     except (_Declined, KeyError, TypeError, ValueError) as error:
         return False, f"kda: {error}"
