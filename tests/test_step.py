@@ -255,6 +255,15 @@ def test_nothing_to_do(impl: str, lengths: tuple[int, ...]) -> None:
     assert_equal(pool, states)
 
 
+@pytest.mark.parametrize("impl", impls())
+def test_padding_alone_needs_no_pool(impl: str) -> None:
+    call, states = call_of(MODEL, impl)
+    nothing = torch.full((5,), -1, device=states.device)
+    o = kda.step(**call, state=states[:0].clone(), state_indices=nothing)
+    assert o.shape == call["v"].shape
+    assert not o.any()
+
+
 # ---- what is wrong
 
 

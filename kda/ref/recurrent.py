@@ -91,8 +91,10 @@ def step(problem: StepProblem) -> Tensor:
     o = torch.zeros(problem.v.shape, dtype=dtype, device=problem.q.device)
     states = []  # all rows read the pool as it was
     for n, slot in enumerate(reads):
-        start = pool[max(slot, 0)].to(dtype).transpose(-1, -2)  # [HV, K, V]
-        states.append(torch.zeros_like(start) if fresh[n] else start.clone())
+        if slot < 0 or fresh[n]:
+            states.append(o.new_zeros(facts.HV, facts.K, facts.V))
+        else:
+            states.append(pool[slot].to(dtype).transpose(-1, -2).clone())
     for n, slot in enumerate(reads):
         if slot < 0:
             continue
@@ -133,7 +135,7 @@ def _rounding(facts: Facts) -> Rounding:
 
 IMPL = Implementation(
     name="recurrent",
-    summary="the specification, one token at a time in PyTorch; any device, up to fp64, differentiable",
+    summary="the specification, one token at a time in PyTorch, decode too; any device, up to fp64, differentiable",
     reasons=_reasons,
     rounding=_rounding,
     fwd=fwd,

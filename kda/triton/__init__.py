@@ -74,7 +74,7 @@ def _step(problem: StepProblem) -> Tensor:
 
 IMPL = Implementation(
     name="triton",
-    summary="chunked Triton kernels; every gate, bf16/fp16/fp32, K and V up to 256",
+    summary="chunked Triton kernels and the decode step; every gate, bf16/fp16/fp32, K and V up to 256",
     reasons=_reasons,
     rounding=_rounding,
     fwd=_fwd,
