@@ -1,0 +1,28 @@
+"""The only place that may say "your input is wrong". Messages: the argument, what was expected, what came, a hint.
+
+`require` has the requirements on one argument, `memory` those on buffers, `inputs` what all calls share; `fwd`, `pool`
+and `layouts` put them together for `kda.fwd`, `kda.step` and `kda.convert`.
+"""
+
+from kda.validate.fwd import contents, forward
+from kda.validate.inputs import ROWS
+from kda.validate.layouts import mask, matrix, offsets, packed
+from kda.validate.memory import extent, meet, same
+from kda.validate.pool import pool_contents, step
+from kda.validate.require import implementation_name
+
+__all__ = [
+    "ROWS",
+    "contents",
+    "extent",
+    "forward",
+    "implementation_name",
+    "mask",
+    "matrix",
+    "meet",
+    "offsets",
+    "packed",
+    "pool_contents",
+    "same",
+    "step",
+]
