@@ -52,11 +52,9 @@ P = TypeVar("P", "Plan", "StepPlan")
 
 
 @dataclass(frozen=True)
-class Plan:
+class _Remembered:
     """impl:  name of the implementation.
     alike:  whether other tensors have what decides in common with the plan's; `ABSENT` for what is not there.
-    facts:  of the problem.
-    reads:  whether `validate.contents` has anything to look at.
     fields: of the problem, but for the tensors.
     sizes:  bytes from the first to the last of every tensor, 0 for what is not there.
     views:  shapes of A_log and dt_bias in the problem, where the caller's are others.
@@ -64,11 +62,21 @@ class Plan:
 
     impl: str
     alike: Callable[..., bool]
-    facts: Facts
-    reads: bool
     fields: dict[str, Any]
     sizes: tuple[int, ...]
     views: Views
+
+
+@dataclass(frozen=True)
+class Plan(_Remembered):
+    """Of a forward.
+
+    facts: of the problem.
+    reads: whether `validate.contents` has anything to look at.
+    """
+
+    facts: Facts
+    reads: bool
 
     def run(
         self,
@@ -111,14 +119,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """As `Plan`, of a step."""
-
-    impl: str
-    alike: Callable[..., bool]
-    fields: dict[str, Any]
-    sizes: tuple[int, ...]
-    views: Views
+class StepPlan(_Remembered):
+    """Of a step."""
 
     def run(
         self,
@@ -284,7 +286,7 @@ def plan_of(impl: str, problem: Problem, tensors: list[Tensor]) -> Plan | None:
     fields = {name: value for name, value in problem.__dict__.items() if name not in TENSORS}
     fields["layout"] = Layout(problem.layout.batch, problem.layout.tokens, None)
     reads = facts.varlen or facts.gate is GateKind.GIVEN
-    return Plan(impl, alike_of(told_apart(tensors)), facts, reads, fields, _sizes_of(tensors), views)
+    return Plan(impl, alike_of(told_apart(tensors)), fields, _sizes_of(tensors), views, facts, reads)
 
 
 def step_plan_of(impl: str, problem: StepProblem, tensors: list[Tensor]) -> StepPlan | None:

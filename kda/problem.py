@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,10 +164,6 @@ class Facts:
     requires_grad: tuple[str, ...]
     #: Which of the library's calls: "fwd", or "step", where B = N rows of T tokens each have a state in a pool.
     operation: str = "fwd"
-
-    def as_step(self) -> Facts:
-        """The facts of the same inputs in a `step`, of a batch of sequences."""
-        return replace(self, operation="step")
 
 
 def buffers(

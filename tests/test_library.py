@@ -20,6 +20,7 @@ import torch
 import kda.cuda
 from kda import api, dispatch, validate
 from kda.cuda import build, resources
+from kda.numerics import cuda_header
 from kda.problem import TENSORS, Missing
 from kda.testing.cases import Case, arguments
 
@@ -89,8 +90,19 @@ def refused(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("extents")
     lines = ['#include "kda/extents.h"', 'extern "C" int refused(const kda_fwd_params* p) { return kda::refused(*p); }']
+    (folder / "kda").mkdir()
+    (folder / "kda" / "numerics.h").write_text(cuda_header())
     (folder / "extents.cc").write_text("\n".join([*lines, ""]))
-    flags = ["-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCE / 'include'}"]
+    flags = [
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{build.SOURCE / 'include'}",
+        f"-I{folder}",
+    ]
     tool("g++", *flags, folder / "extents.cc", "-o", folder / "extents.so")
     function = ctypes.CDLL(str(folder / "extents.so")).refused
     function.argtypes = [ctypes.c_char_p]

@@ -17,14 +17,13 @@ import kda.ref.recurrent
 from kda import api, dispatch, plan, validate
 from kda.problem import Output, StepProblem
 from kda.ref.error import deviation
-from kda.testing.cases import Case, StepCase, arguments
+from kda.testing.cases import TOKENS, Case, StepCase, arguments
 from kda.testing.judge import Finding, expected
 from kda.testing.pool import check
 from kda.testing.strategies import cases, steps
 
 IMPLS = ("recurrent", "triton")
 Step = Callable[[StepProblem], Tensor]
-TOKENS = ("q", "k", "v", "g", "beta")
 #: Rows and tokens of a call, and what a case says about all else.
 MODEL = Case(lengths=(2,) * 5, packed=False, H=2, group=2, K=24, V=40)
 

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch import Tensor
 
 from kda import api, dispatch
 from kda.cli.info import versions
@@ -155,9 +156,9 @@ def _callables(
     return result
 
 
-def _agreement(first: Output, other: Output) -> float:
-    """RMS difference of the outputs over the RMS output."""
-    a, b = first.o.float(), other.o.float()
+def difference(reference: Tensor, other: Tensor) -> float:
+    """RMS difference over the RMS reference."""
+    a, b = reference.float(), other.float()
     return float((a - b).square().mean().sqrt() / a.square().mean().sqrt())
 
 
@@ -183,10 +184,10 @@ def times(
             base = next(iter(timed.values())).median
             for name, timing in timed.items():
                 floor = f"{floor_ms(case, bandwidth) / timing.median:.3f}" if bandwidth else ""
-                difference = _agreement(first, results[name])
-                agreed &= difference < AGREEMENT or name not in dispatch.TABLE
+                apart = difference(first.o, results[name].o)
+                agreed &= apart < AGREEMENT or name not in dispatch.TABLE
                 ratio = f"{timing.median / base:.2f}"
-                rows.append([title(case), str(case.H), name, str(timing), floor, ratio, f"{difference:.1e}"])
+                rows.append([title(case), str(case.H), name, str(timing), floor, ratio, f"{apart:.1e}"])
             progress.advance(task)
     if bandwidth:
         console.print(f"copy bandwidth of this run: {bandwidth / 1e12:.2f} TB/s")

@@ -12,9 +12,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from kda import api, dispatch
-from kda.cli.bench import AGREEMENT, copy_bandwidth, time_on_cpu, time_on_gpu
+from kda.cli.bench import AGREEMENT, copy_bandwidth, difference, time_on_cpu, time_on_gpu
 from kda.cli.peers import STEPS, installed
-from kda.testing.cases import Case, arguments
+from kda.testing.cases import TOKENS, Case, arguments
 
 #: Sequences and heads: bf16, K = V = 128, bounded gate of -5, fp32 states.
 SHAPES = {
@@ -31,11 +31,6 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    a, b = a.double().cpu(), b.double().cpu()
-    return float((a - b).square().mean().sqrt() / b.square().mean().sqrt())
 
 
 def floor_ms(call: dict[str, Any], pool: Tensor, bytes_per_second: float) -> float:
@@ -65,13 +60,13 @@ def times(console: Console, names: list[str] | None, device: str) -> tuple[list[
             differences = {}
             for name in chosen:
                 run = partial(api.step, **call, state=states.clone(), out=torch.empty_like(call["v"]), impl=name)
-                differences[name] = _relative(run()[:1], exact)
+                differences[name] = difference(exact, run()[:1])
                 agreed &= differences[name] < AGREEMENT
                 calls[name] = _captured(run) if device == "cuda" else run
             if device == "cuda":
                 for peer in installed():
                     peer_run = STEPS[peer](call, states.clone())
-                    differences[peer] = _relative(peer_run().o.reshape(call["v"].shape)[:1], exact)
+                    differences[peer] = difference(exact, peer_run().o.reshape(call["v"].shape)[:1])
                     calls[peer] = _captured(peer_run)
             timed = (time_on_gpu if device == "cuda" else time_on_cpu)(calls, 30 if device == "cuda" else 5)
             for name, timing in timed.items():
@@ -84,4 +79,4 @@ def times(console: Console, names: list[str] | None, device: str) -> tuple[list[
 
 def _first(call: dict[str, Any]) -> dict[str, Any]:
     """The call's first row."""
-    return {name: x[:1] if name in ("q", "k", "v", "g", "beta") else x for name, x in call.items()}
+    return {name: x[:1] if name in TOKENS else x for name, x in call.items()}

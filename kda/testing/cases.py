@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Generator, Tensor
 
 C = TypeVar("C")
+
+#: The tensors that every token has a part of.
+TOKENS = ("q", "k", "v", "g", "beta")
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -25,8 +28,25 @@ BETAS = ("random", "firm", "strong", "full", "weak", "zero", "saturated")
 STRIDES = ("contiguous", "packed", "heads-first", "every-second")
 
 
-@dataclass(frozen=True)
-class Case:
+class _Printed:
+    """A dataclass whose text, without what is a default, makes it again."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The case whose repr is `text`. Raises ValueError for anything else."""
+        try:
+            return _built(cls, ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise ValueError(f"case: expected the text of a {cls.__name__}(...), got {text!r}: {error}") from error
+
+    def __repr__(self) -> str:
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
+        changed = (f"{name}={value!r}" for name, value, default in values if value != default)
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Case(_Printed):
     """One call of `kda.fwd`. Its repr is the reproducer: `python -m kda replay 'Case(...)'`.
 
     lengths:  tokens of each sequence. With `packed` they lie in one row with cu_seqlens, followed by `padding` rows of
@@ -102,23 +122,6 @@ class Case:
         if not self.packed and (len(set(self.lengths)) > 1 or self.padding):
             raise ValueError(f"lengths: those of a batch are equal and need no padding, got {self.lengths}")
 
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        """The case whose repr is `text`. Raises ValueError for anything else."""
-        try:
-            return _built(cls, ast.parse(text.strip(), mode="eval").body)
-        except (SyntaxError, TypeError, ValueError) as error:
-            raise ValueError(f"case: expected the text of a {cls.__name__}(...), got {text!r}: {error}") from error
-
-    def __repr__(self) -> str:
-        return _text(self)
-
-
-def _text(case: Any) -> str:
-    """A case with what is not its default, as Python that makes it again."""
-    changed = ((f.name, getattr(case, f.name)) for f in fields(case) if getattr(case, f.name) != f.default)
-    return f"{type(case).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
-
 
 def _built(cls: type[C], call: ast.expr) -> C:
     """The object that a call of `cls` with literals makes; a field may be a `Case` too."""
@@ -139,7 +142,7 @@ def _built(cls: type[C], call: ast.expr) -> C:
 
 
 @dataclass(frozen=True, repr=False)
-class StepCase:
+class StepCase(_Printed):
     """One call of `kda.step` on a pool of NaN but for the states that are read. Its repr is the reproducer.
 
     case:   the rows: sequences of one length, in a batch, with states.
@@ -167,17 +170,6 @@ class StepCase:
                 raise ValueError(f"{name}: expected one for each of {N} rows, got {value}")
         if self.tokens is not None and any(len(row) != case.lengths[0] for row in self.tokens):
             raise ValueError(f"tokens: expected {case.lengths[0]} a row, got {self.tokens}")
-
-    @classmethod
-    def parse(cls, text: str) -> StepCase:
-        """The case whose repr is `text`. Raises ValueError for anything else."""
-        try:
-            return _built(cls, ast.parse(text.strip(), mode="eval").body)
-        except (SyntaxError, TypeError, ValueError) as error:
-            raise ValueError(f"case: expected the text of a {cls.__name__}(...), got {text!r}: {error}") from error
-
-    def __repr__(self) -> str:
-        return _text(self)
 
 
 def _uniform(noise: Generator, low: float, high: float, *shape: int) -> Tensor:

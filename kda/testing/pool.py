@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,8 @@ from torch import Tensor
 from kda import api, dispatch
 from kda.problem import Output
 from kda.ref.error import SIGMAS, Deviation, deviation, expect
-from kda.testing.cases import StepCase, arguments, in_fp64
+from kda.testing.cases import TOKENS, StepCase, arguments, in_fp64
 from kda.testing.judge import Finding, device_of, facts_of, reproducer
-
-TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def call_of(case: StepCase, device: str) -> tuple[dict[str, Any], Tensor]:
@@ -67,7 +66,7 @@ def judge(case: StepCase, impl: str) -> tuple[Deviation, str]:
     full = arguments(case.case)
     if case.fresh is not None:
         full["initial_state"][torch.tensor(case.fresh, dtype=torch.bool)] = 0
-    facts = facts_of(case.case).as_step()
+    facts = replace(facts_of(case.case), operation="step")
     exact = expect(api.gather(**in_fp64(full))[0], dispatch.implementation(impl).rounding(facts))
     final = exact.final_state.to(pool.dtype)
     shown = exact.o.to(o.dtype)

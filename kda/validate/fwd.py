@@ -145,15 +145,8 @@ def forward(
         batch_invariant=batch_invariant,
     )
     return Problem(
-        q=given.plain("q"),
-        k=given.plain("k"),
-        v=given.plain("v"),
-        g=given.plain("g"),
-        beta=given.plain("beta"),
-        scale=given.scale,
+        **given.fields(),
         out=out,
-        A_log=given.A_log,
-        dt_bias=given.dt_bias,
         initial_state=None if initial_state is None else given.plain("initial_state"),
         final_state=final_state,
         layout=layout,

@@ -72,6 +72,11 @@ class Inputs(NamedTuple):
         """A lazily negated view (as torch.imag of a conjugate) has the opposite values in memory."""
         return self.tensors[name].resolve_neg()
 
+    def fields(self) -> dict[str, Any]:
+        """Of a problem: the inputs, and what goes with them."""
+        tensors = {name: self.plain(name) for name in ("q", "k", "v", "g", "beta")}
+        return {**tensors, "scale": self.scale, "A_log": self.A_log, "dt_bias": self.dt_bias}
+
 
 def check_inputs(
     required: dict[str, Tensor],

@@ -144,16 +144,9 @@ def step(
         operation="step",
     )
     return StepProblem(
-        q=given.plain("q"),
-        k=given.plain("k"),
-        v=given.plain("v"),
-        g=given.plain("g"),
-        beta=given.plain("beta"),
+        **given.fields(),
         state=state,
-        scale=given.scale,
         out=out,
-        A_log=given.A_log,
-        dt_bias=given.dt_bias,
         state_indices=state_indices,
         write_indices=write_indices,
         token_indices=token_indices,

@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "kda/fwd.h"
+#include "kda/numerics.h"
 
 namespace kda {
 
@@ -37,7 +38,7 @@ inline int bytes_of(int dtype) {
 
 /// Whether the call's addresses are such that KDA_REFUSED is due.
 inline bool refused(const kda_fwd_params& p) {
-  constexpr int64_t K = 128, V = 128;
+  constexpr int64_t K = SM90_CHANNELS, V = SM90_CHANNELS;
   auto rows = [&](const void* data, const int64_t (&stride)[3], int64_t heads, Dimension last, int element = 2) {
     return extent(data, element, {{p.B, stride[0]}, {p.T, stride[1]}, {heads, stride[2]}, last});
   };
