@@ -134,6 +134,10 @@ class StepPlan(_Remembered):
             return None
         indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
         validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
+        if implementation.step_again is not None:
+            facts, memo = self.fields["facts"], self.fields["memo"]
+            if (done := implementation.step_again(facts, memo, tensors, addresses)) is not None:
+                return done
         problem = object.__new__(StepProblem)
         _fill(problem.__dict__, self.fields, STEP_TENSORS, tensors, self.views)
         return run(implementation, problem)

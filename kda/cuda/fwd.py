@@ -12,6 +12,7 @@ from torch import Tensor
 from kda.cuda import library
 from kda.cuda.params import DTYPES, FwdParams
 from kda.problem import ABSENT, TENSORS, Facts, Mark, Output, Problem, buffers
+from kda.streams import current_stream
 
 #: The addresses, which the structure begins with.
 _ADDRESSES = struct.Struct(f"{len(TENSORS)}P")
@@ -50,12 +51,6 @@ def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> bytes:
     return bytes(p)[_ADDRESSES.size :]
 
 
-def _stream(device: torch.device) -> int:
-    """The current stream's handle, by the call that torch's own generated code makes: no Stream object."""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device.index)
-
-
 def _launch(parameters: bytes, addresses: Iterable[int], device: torch.device, careful: bool) -> int:
     """One launch on the device's current stream. Returns the library's error, 0 if there was none.
 
@@ -63,9 +58,9 @@ def _launch(parameters: bytes, addresses: Iterable[int], device: torch.device, c
     """
     p = _ADDRESSES.pack(*addresses) + parameters
     if torch.cuda.current_device() == device.index:
-        return library.load().kda_fwd_sm90(p, _stream(device), careful)
+        return library.load().kda_fwd_sm90(p, current_stream(device), careful)
     with torch.cuda.device(device):
-        return library.load().kda_fwd_sm90(p, _stream(device), careful)
+        return library.load().kda_fwd_sm90(p, current_stream(device), careful)
 
 
 def fwd(problem: Problem) -> Output:

@@ -7,6 +7,7 @@ one table of tiles, `forward` the host side; `step` is the decode step. Triton i
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,11 @@ def _step(problem: StepProblem) -> Tensor:
     return step(problem)
 
 
+def _step_again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], addresses: list[int]) -> Tensor | None:
+    launch = memo.get("triton")
+    return None if launch is None else launch.again(tensors, addresses)  # type: ignore[no-any-return]
+
+
 IMPL = Implementation(
     name="triton",
     summary="chunked Triton kernels and the decode step; every gate, bf16/fp16/fp32, K and V up to 256",
@@ -80,4 +86,5 @@ IMPL = Implementation(
     fwd=_fwd,
     unavailable=_unavailable,
     step=_step,
+    step_again=_step_again,
 )

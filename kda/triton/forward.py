@@ -24,7 +24,7 @@ def _tile_reach(x: Tensor, rows: int) -> int:
     return (rows - 1) * abs(x.stride(1)) + channels
 
 
-def _strides(x: Tensor | None, rank: int) -> tuple[int, ...]:
+def strides(x: Tensor | None, rank: int) -> tuple[int, ...]:
     return (0,) * rank if x is None else x.stride()
 
 
@@ -123,8 +123,8 @@ def fwd(problem: Problem) -> Output:
             cu_seqlens,
             *v.stride(),
             *out.stride(),
-            *_strides(problem.initial_state, 4),
-            *_strides(final, 4),
+            *strides(problem.initial_state, 4),
+            *strides(final, 4),
             cu_stride,
             N,
             T,

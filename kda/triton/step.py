@@ -1,24 +1,47 @@
 """Decode: a few tokens for each of many states, by the recurrence itself. One program per row, head and block of V.
 
 All of it is fp32, and no row sees another. The state is read once and written once: that is what it costs.
+
+The same bits from every variant that Triton compiles: products and sums are fused where the code says so and nowhere
+else, and one token is no case of its own (with it, the state after one of two tokens was not that after one alone).
 """
 
 import contextlib
+from functools import reduce
+from operator import or_
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda.problem import StepProblem
+from kda.problem import STEP_TENSORS, Mark, StepProblem
+from kda.streams import current_stream
 from kda.triton.config import power_of_two
-from kda.triton.forward import GATES
+from kda.triton.forward import GATES, strides
 from kda.triton.math import cast, exp, log_decay, sigmoid, unit_factor
 
 #: Columns of V per program and its warps (NOTES.md): the same for every batch, so that no sum depends on
 #: the batch. The interpreter's time is by the program.
 BLOCK_V, WARPS = 8, 1
 INTERPRETED_BLOCK_V = 64
+
+#: Tensors whose strides the kernel is given, in its order, and how many.
+_STRIDED = {
+    "q": 4,
+    "k": 4,
+    "v": 4,
+    "g": 4,
+    "beta": 3,
+    "out": 4,
+    "state": 4,
+    "state_indices": 1,
+    "write_indices": 1,
+    "token_indices": 2,
+    "fresh": 1,
+}
+_V, _OUT = STEP_TENSORS.index("v"), STEP_TENSORS.index("out")
 
 
 @triton.jit
@@ -38,6 +61,7 @@ def _store(state, slot, s_n, tile, S, in_v, in_k, INTERPRET: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "slots",
+        "T",
         "HV",
         "has_A_log",
         "has_dt_bias",
@@ -157,7 +181,7 @@ def step_kernel(
 
         S *= decay
         residual = vt - tl.sum(S * kt[None, :], 1)
-        S += (bt * residual)[:, None] * kt[None, :]
+        S = tl.fma((bt * residual)[:, None], kt[None, :], S)
         o = tl.sum(S * qt[None, :], 1)  # of padding: zero, as its queries are
         row = n * o_n + t * o_t + hv * o_h
         tl.store(out + row + c * o_d, cast(o, out.dtype.element_ty, INTERPRET), mask=c < V)
@@ -167,64 +191,69 @@ def step_kernel(
     _store(state, write, s_n, tile, S, c < tl.where(write >= 0, columns, 0), in_k, INTERPRET)
 
 
+#: Triton compiles for pointers that are multiples of this, and for others.
+ALIGNMENT = 16
+
+
+class Launch:
+    """A launch that has been made, to be made again with tensors of the same kind elsewhere.
+
+    Triton finds the compiled kernel by looking at some seventy arguments, which takes longer than all else in a step.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], rest: tuple[Any, ...]) -> None:
+        """kernel: what Triton's launch returned; rest: its arguments after the tensors, constants included."""
+        self._launch, self._rest = kernel[grid], rest
+
+    def again(self, tensors: list[Tensor], addresses: list[int]) -> Tensor | None:
+        """None where another kernel is called for. Tensors and addresses are in the order of STEP_TENSORS."""
+        q, out = tensors[0], tensors[_OUT]
+        if reduce(or_, addresses) % ALIGNMENT or q.device.index != torch.cuda.current_device():
+            return None
+        if type(out) is Mark:
+            like = tensors[_V]
+            out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            addresses[_OUT] = out.data_ptr()
+        self._launch(*addresses, *self._rest, stream=current_stream(q.device))
+        return out
+
+
 def step(problem: StepProblem) -> Tensor:
     """`kda.step` in one launch and no memory but `out`."""
     facts, state = problem.facts, problem.state
-    q, k, v, g, beta = problem.q, problem.k, problem.v, problem.g, problem.beta
+    v = problem.v
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if problem.out is None else problem.out
     if out.numel() == 0:
         return out
-    reads, writes, tokens = problem.state_indices, problem.write_indices, problem.token_indices
+    given: dict[str, Tensor | None] = {name: getattr(problem, name) for name in STEP_TENSORS}
+    given["out"] = out
+    indices = [given[name] for name in ("state_indices", "write_indices", "token_indices")]
+    any_indices = next((x for x in indices if x is not None), state)
+    if problem.fresh is not None:
+        given["fresh"] = problem.fresh.view(torch.uint8)
+    tensors = [x if x is not None else any_indices if name.endswith("indices") else state for name, x in given.items()]
     block_v = INTERPRETED_BLOCK_V if facts.triton_interpreter else BLOCK_V
-    any_indices = next((x for x in (reads, writes, tokens) if x is not None), state)
-    on_device = torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
+    numbers = (
+        problem.scale,
+        facts.lower_bound or 0.0,
+        2.0 if facts.allow_neg_eigval else 1.0,
+        *(stride for name in _STRIDED for stride in strides(given[name], _STRIDED[name])),
+        facts.N,
+        facts.T,
+        facts.HV,
+        facts.HV // facts.H,
+        *(int(given[name] is not None) for name in STEP_TENSORS[_OUT + 1 :]),
+        int(facts.use_beta_sigmoid),
+        int(facts.use_qk_l2norm),
+        facts.K,
+        facts.V,
+    )
+    constants = dict(KP=power_of_two(facts.K), BV=block_v, GATE=GATES[facts.gate], INTERPRET=facts.triton_interpreter)
+    grid = (facts.B * facts.HV * triton.cdiv(facts.V, block_v), 1, 1)
+    on_device = torch.cuda.device(v.device) if v.is_cuda else contextlib.nullcontext()
     with on_device:
-        step_kernel[(facts.B * facts.HV * triton.cdiv(facts.V, block_v),)](
-            q,
-            k,
-            v,
-            g,
-            beta,
-            state,
-            out,
-            state if problem.A_log is None else problem.A_log,
-            state if problem.dt_bias is None else problem.dt_bias,
-            any_indices if reads is None else reads,
-            any_indices if writes is None else writes,
-            any_indices if tokens is None else tokens,
-            state if problem.fresh is None else problem.fresh.view(torch.uint8),
-            problem.scale,
-            facts.lower_bound or 0.0,
-            2.0 if facts.allow_neg_eigval else 1.0,
-            *q.stride(),
-            *k.stride(),
-            *v.stride(),
-            *g.stride(),
-            *beta.stride(),
-            *out.stride(),
-            *state.stride(),
-            0 if reads is None else reads.stride(0),
-            0 if writes is None else writes.stride(0),
-            *((0, 0) if tokens is None else tokens.stride()),
-            0 if problem.fresh is None else problem.fresh.stride(0),
-            facts.N,
-            facts.T,
-            facts.HV,
-            facts.HV // facts.H,
-            int(problem.A_log is not None),
-            int(problem.dt_bias is not None),
-            int(reads is not None),
-            int(writes is not None),
-            int(tokens is not None),
-            int(problem.fresh is not None),
-            int(facts.use_beta_sigmoid),
-            int(facts.use_qk_l2norm),
-            facts.K,
-            facts.V,
-            KP=power_of_two(facts.K),
-            BV=block_v,
-            GATE=GATES[facts.gate],
-            INTERPRET=facts.triton_interpreter,
-            num_warps=WARPS,
-        )
+        kernel = step_kernel[grid](*tensors, *numbers, **constants, num_warps=WARPS, enable_fp_fusion=False)
+    aligned = not any(x.data_ptr() % ALIGNMENT for x in tensors)
+    if aligned and not facts.triton_interpreter:
+        problem.memo.setdefault("triton", Launch(kernel, grid, (*numbers, *constants.values())))
     return out
