@@ -45,6 +45,13 @@ def fwd(
     use_beta_sigmoid: bool = True,
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
+    state_pool: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    write_indices: Tensor | None = None,
+    fresh: Tensor | None = None,
+    checkpoints: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    checkpoint_every: int | None = None,
     impl: str = "auto",
 ) -> Output:
     """Forward pass of Kimi Delta Attention: the gated delta rule with one decay per key channel.
@@ -94,6 +101,19 @@ def fwd(
         allow_neg_eigval: the weight is ``2 * sigmoid(beta)``.
         batch_invariant: a sequence's result is bitwise independent of the rest of the batch, and prefill in pieces at
             multiples of 64 tokens equals the one-shot call (fp32 states).
+        state_pool: [slots, HV, V, K], fp32 or bf16, any strides: states in place of initial_state and final_state,
+            updated where they are. Then ``Output.final_state`` is None.
+        state_indices: [N] integers, any strides: the slot of state_pool that sequence n begins from, and ends in
+            unless `write_indices` says otherwise. Sequence n has slot n if left out. Negative: padding, whose o is
+            zero, and for which nothing is written.
+        write_indices: [N] integers: the slot to end in instead. Negative: none.
+        fresh: [N] bool: begin from zero, whatever the slot holds.
+        checkpoints: [slots, HV, V, K], fp32 or bf16, any strides: receives states on the way, with or without a pool;
+            may be state_pool itself.
+        checkpoint_indices: [N, M] integers: the slot of checkpoints for the state of sequence n after
+            ``(m + 1) * checkpoint_every`` tokens, which equals, to the bit, the final state of the call on that prefix.
+            Negative: none. Nothing is written for what lies beyond a sequence's end.
+        checkpoint_every: tokens, a multiple of 64.
         impl: "auto", or a name of `kda.implementations()`; a name is strict.
 
     Returns:
@@ -104,8 +124,11 @@ def fwd(
         kda.Unsupported: well-formed, but the implementation asked for, or every one ``auto`` may take, cannot run it.
 
     Gradients flow through the implementations "recurrent" and "chunked" by ordinary autograd.
-    On a GPU the contents of cu_seqlens are trusted; set ``KDA_CHECK=1`` to have them checked on every call.
+    No slot may be written twice in a call, nor read by one sequence and written by another. On a GPU the contents of
+    cu_seqlens and of indices are trusted (what lies beyond a pool counts as negative); set ``KDA_CHECK=1`` to have them
+    checked on every call.
     """
+    slots = (state_pool, state_indices, write_indices, fresh, checkpoints, checkpoint_indices)
     if torch.compiler.is_compiling() and not _differentiates(q, k, v, g, beta, A_log, dt_bias, initial_state):
         return _traced(
             (q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens),
@@ -113,10 +136,11 @@ def fwd(
             out,
             final_state,
             output_final_state,
+            (*slots, checkpoint_every),
         )
     flags = (output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, batch_invariant)
-    tensors = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
-    key = plan.key_of(q, cu_seqlens, scale, lower_bound, *flags, impl, dispatch.generation())
+    tensors = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens, *slots)
+    key = plan.key_of(q, cu_seqlens, scale, lower_bound, *flags, checkpoint_every, impl, dispatch.generation())
     known = _PLANS.find(key, plan.told_apart(present := plan.filled(tensors)))
     if known is not None and (result := known.run(dispatch.implementation(known.impl), present, _run)) is not None:
         return result
@@ -140,6 +164,13 @@ def fwd(
         use_beta_sigmoid=use_beta_sigmoid,
         allow_neg_eigval=allow_neg_eigval,
         batch_invariant=batch_invariant,
+        state_pool=state_pool,
+        state_indices=state_indices,
+        write_indices=write_indices,
+        fresh=fresh,
+        checkpoints=checkpoints,
+        checkpoint_indices=checkpoint_indices,
+        checkpoint_every=checkpoint_every,
     )
     implementation = dispatch.choose(problem.facts, impl)
     result = _run(implementation, problem)
@@ -152,8 +183,8 @@ def planned(call: Mapping[str, Any]) -> bool:
     """Whether a call like `fwd(**call)` has run before, so that this one will too. Every flag has to be in `call`."""
     tensors = tuple(call.get(name) for name in TENSORS)
     flags = (call[name] for name in FLAGS)
-    rest = (call["scale"], call["lower_bound"], *flags, call["impl"], dispatch.generation())
-    key = plan.key_of(tensors[0], call.get("cu_seqlens"), *rest)
+    rest = (call["scale"], call["lower_bound"], *flags, call.get("checkpoint_every"), call["impl"])
+    key = plan.key_of(tensors[0], call.get("cu_seqlens"), *rest, dispatch.generation())
     return _PLANS.find(key, plan.told_apart(plan.filled(tensors))) is not None
 
 
@@ -284,9 +315,14 @@ def _traced(
     out: Tensor | None,
     final_state: Tensor | None,
     output_final_state: bool,
+    slots: tuple[object, ...],
 ) -> Output:
     """The call as one operator of a graph. What needs gradients is traced as what it is made of instead."""
-    o, state = torch.ops.kda.fwd(*inputs, output_final_state or final_state is not None, *flags)
+    arguments = (*inputs, output_final_state or final_state is not None, *flags)
+    if all(x is None for x in slots):
+        o, state = torch.ops.kda.fwd(*arguments)
+    else:
+        o, state = torch.ops.kda.fwd_pool(*arguments, *slots)
     if out is not None:
         o = out.copy_(o)
     if final_state is not None:

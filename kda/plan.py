@@ -36,8 +36,9 @@ from kda.problem import (
 #: Calls that are remembered; then all are forgotten.
 MOST = 1024
 
-_OUT, _INITIAL, _FINAL, _OFFSETS = (
-    TENSORS.index(name) for name in ("out", "initial_state", "final_state", "cu_seqlens")
+_OFFSETS = TENSORS.index("cu_seqlens")
+_OUT, _INITIAL, _FINAL, _POOL, _KEPT = (
+    TENSORS.index(name) for name in ("out", "initial_state", "final_state", "state_pool", "checkpoints")
 )
 _STEP_STATE, _STEP_OUT = STEP_TENSORS.index("state"), STEP_TENSORS.index("out")
 _STEP_INDICES = slice(STEP_TENSORS.index("state_indices"), STEP_TENSORS.index("fresh"))
@@ -92,19 +93,23 @@ class Plan(_Remembered):
         if self.reads:
             offsets = tensors[_OFFSETS] if facts.varlen else None
             validate.contents(tensors[0], tensors[3], facts.gate, offsets)
+            if (facts.pool or facts.checkpoint_dtype is not None) and validate.looks_at_slots(tensors[0]):
+                validate.state_contents(self.problem(tensors))
         if implementation.again is not None:
             return implementation.again(facts, self.fields["memo"], tensors)
         return fallback(implementation, self.problem(tensors)) if self.apart(tensors) else None
 
     def apart(self, tensors: list[Tensor]) -> bool:
-        """Whether all is aligned, and no buffer lies on another tensor unless it is the state, updated where it is."""
+        """Whether all is aligned, and no buffer lies on another tensor unless it is one that it may be exactly."""
         addresses = [*map(_address, tensors)]
         if reduce(or_, _rows(addresses)) % VECTOR:
             return False
-        sizes = self.sizes
+        sizes = [*self.sizes]
         if validate.same(tensors[_INITIAL], tensors[_FINAL]):
-            sizes = sizes[:_INITIAL] + (0,) + sizes[_INITIAL + 1 :]
-        return _alone(_OUT, addresses, sizes) and _alone(_FINAL, addresses, sizes)
+            sizes[_INITIAL] = 0
+        if validate.same(tensors[_POOL], tensors[_KEPT]):
+            sizes[_KEPT] = 0
+        return all(_alone(buffer, addresses, sizes) for buffer in (_OUT, _FINAL, _POOL, _KEPT))
 
     def problem(self, tensors: list[Tensor]) -> Problem:
         """The problem of a call that the plan serves."""
@@ -212,14 +217,17 @@ def filled(tensors: Tensors) -> list[Tensor]:
     return [absent if x is None else x for x, absent in zip(tensors, ABSENT)]  # noqa: B905 (0.1 us)
 
 
-_IN_PLACE = mark(1)
+_IN_PLACE, _IN_POOL = mark(1), mark(2)
 
 
 def told_apart(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, with a mark for a state that is updated in place: torch's guards refuse what comes twice."""
-    if tensors[_INITIAL] is tensors[_FINAL]:
+    """The tensors, with marks for what is the same as another: torch's guards refuse what comes twice."""
+    if tensors[_INITIAL] is tensors[_FINAL] or tensors[_POOL] is tensors[_KEPT]:
         tensors = [*tensors]
-        tensors[_FINAL] = _IN_PLACE
+        if tensors[_INITIAL] is tensors[_FINAL]:
+            tensors[_FINAL] = _IN_PLACE
+        if tensors[_POOL] is tensors[_KEPT]:
+            tensors[_KEPT] = _IN_POOL
     return tensors
 
 
@@ -289,7 +297,7 @@ def plan_of(impl: str, problem: Problem, tensors: list[Tensor]) -> Plan | None:
         return None
     fields = {name: value for name, value in problem.__dict__.items() if name not in TENSORS}
     fields["layout"] = Layout(problem.layout.batch, problem.layout.tokens, None)
-    reads = facts.varlen or facts.gate is GateKind.GIVEN
+    reads = facts.varlen or facts.gate is GateKind.GIVEN or facts.pool or facts.checkpoint_dtype is not None
     return Plan(impl, alike_of(told_apart(tensors)), fields, _sizes_of(tensors), views, facts, reads)
 
 

@@ -37,6 +37,7 @@ VECTOR = 16
 TENSORS = (
     *("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias"),
     *("initial_state", "final_state", "cu_seqlens"),
+    *("state_pool", "state_indices", "write_indices", "fresh", "checkpoints", "checkpoint_indices"),
 )
 
 
@@ -149,7 +150,7 @@ class Facts:
     beta_dtype: torch.dtype
     A_log_dtype: torch.dtype | None
     dt_bias_dtype: torch.dtype | None
-    state_dtype: torch.dtype  # of initial_state and final_state; what would be used if neither is there
+    state_dtype: torch.dtype  # of initial_state and final_state, or the pool; what would be used if none is there
     gate: GateKind
     lower_bound: float | None
     initial_state: bool
@@ -162,6 +163,10 @@ class Facts:
     unaligned: tuple[str, ...]
     #: Names of the arguments that require grad, where grad mode is on.
     requires_grad: tuple[str, ...]
+    #: Whether states are slots of a pool; then there is neither an initial nor a final one.
+    pool: bool = False
+    #: Of the states on the way that are kept, if any are.
+    checkpoint_dtype: torch.dtype | None = None
     #: Which of the library's calls: "fwd", or "step", where B = N rows of T tokens each have a state in a pool.
     operation: str = "fwd"
 
@@ -194,6 +199,13 @@ class Problem:
     final_state: Tensor | None
     layout: Layout
     facts: Facts
+    state_pool: Tensor | None = None
+    state_indices: Tensor | None = None
+    write_indices: Tensor | None = None
+    fresh: Tensor | None = None
+    checkpoints: Tensor | None = None
+    checkpoint_indices: Tensor | None = None
+    checkpoint_every: int = 0  # tokens
     #: What implementations keep, under their own names, for calls that differ from this one in addresses alone.
     memo: dict[str, Any] = field(default_factory=dict)
 
@@ -206,31 +218,14 @@ class Problem:
         """Value heads that share one query/key head."""
         return self.facts.HV // max(self.facts.H, 1)
 
-    def initial(self) -> Tensor:
-        """The initial states with K first, [N, HV, K, V], in the dtype to compute in; zeros where none were given."""
-        facts = self.facts
-        if self.initial_state is None:
-            return self.q.new_zeros(facts.N, facts.HV, facts.K, facts.V, dtype=self.compute_dtype)
-        return self.initial_state.to(self.compute_dtype).transpose(-1, -2)
-
-    def buffers(self, fresh: tuple[str, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """What a kernel writes o and the final state to: the caller's buffers, or new ones for the names in `fresh`.
+    def buffers(self, new: tuple[str, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """What a kernel writes o and the final state to: the caller's buffers, or new ones for the names in `new`.
 
         The second is None where no final state is asked for.
         """
-        out = None if "out" in fresh else self.out
-        final = None if "final_state" in fresh else self.final_state
+        out = None if "out" in new else self.out
+        final = None if "final_state" in new else self.final_state
         return buffers(self.facts, self.q.device, out, final)
-
-    def output(self, o: Tensor, final_state: Tensor) -> Output:
-        """What the call returns, from results of any dtype: rounded, and written to the caller's buffers if any."""
-        o = o.to(self.facts.dtype)
-        state: Tensor | None = None
-        if self.facts.final_state:
-            state = final_state.to(self.facts.state_dtype).contiguous()
-            if self.final_state is not None:
-                state = self.final_state.copy_(state)
-        return Output(o if self.out is None else self.out.copy_(o), state)
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,10 +30,15 @@ POINTERS = {
     "rest": "*fp32",
     "initial": "*fp32",
     "final": "*fp32",
+    "reads": "*i64",
+    "writes": "*i64",
+    "fresh": "*u8",
+    "checkpoints": "*fp32",
+    "checkpoint_indices": "*i64",
 }
 SCALARS = {"scale": "fp32", "lower_bound": "fp32", "centre": "fp32", "beta_factor": "fp32"}
 #: Last strides, which are 1 in any ordinary call.
-UNIT = ("q_d", "k_d", "g_d", "v_d", "o_d", "i_k", "f_k")
+UNIT = ("q_d", "k_d", "g_d", "v_d", "o_d", "i_k", "f_k", "c_k")
 
 
 def compiled(kernel: Any, bf16: bool, capability: int, constants: dict[str, Any], warps: int, stages: int) -> Any:
@@ -47,7 +52,7 @@ def compiled(kernel: Any, bf16: bool, capability: int, constants: dict[str, Any]
             signature[name] = "constexpr"
             continue
         signature[name] = data if name in tensors else POINTERS.get(name) or SCALARS.get(name) or "i32"
-        if signature[name].startswith("*") or re.fullmatch(r"[qkgvoif]_[bthnv]|K|V", name):
+        if signature[name].startswith("*") or re.fullmatch(r"[qkgvoifc]_[bthnv]|K|V", name):
             aligned[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages}
@@ -80,10 +85,12 @@ def rows(capability: int, bf16: bool, K: int, tiles: Tiles) -> list[tuple[str, A
         INVERSE=math.FP16 if bf16 else math.FP32,
         TWO_TERMS=not bf16,
     )
-    recur = dict(common, KP=K, BV=tiles.block_v)
+    recur = dict(common, KP=K, BV=tiles.block_v, CHECKPOINTS=False)
+    kept = dict(recur, CHECKPOINTS=True)
     return [
         ("prepare", compiled(prepare_kernel, bf16, capability, prepare, tiles.prepare_warps, 1)),
         ("recur", compiled(recur_kernel, bf16, capability, recur, tiles.recur_warps, tiles.recur_stages)),
+        ("recur, checkpoints", compiled(recur_kernel, bf16, capability, kept, tiles.recur_warps, tiles.recur_stages)),
     ]
 
 
@@ -91,7 +98,10 @@ def main(capability: int, widths: list[int]) -> int:
     """Print a line per kernel; the exit status counts those that need too much shared memory or specialise a flag."""
     arch = architecture((capability // 10, capability % 10))
     over = 0
-    for kernel, flags in ((prepare_kernel, FLAGS), (recur_kernel, ["has_initial", "has_final"])):
+    for kernel, flags in (
+        (prepare_kernel, FLAGS),
+        (recur_kernel, ["has_initial", "has_final", "has_reads", "has_writes", "has_fresh"]),
+    ):
         specialised = [p.name for p in kernel.params if p.name in flags and not p.do_not_specialize]
         if specialised or not set(flags) <= set(kernel.arg_names):
             print(f"{kernel.__name__}: a flag of 1 would be compiled by itself: {specialised}")
@@ -100,7 +110,7 @@ def main(capability: int, widths: list[int]) -> int:
         if row_arch != arch or (widths and K not in widths):
             continue
         for name, binary in rows(capability, bf16, K, tiles):
-            print(f"sm_{capability} {'bf16' if bf16 else 'fp32'} K {K:>3} {name:<8}{resources(binary)}", flush=True)
+            print(f"sm_{capability} {'bf16' if bf16 else 'fp32'} K {K:>3} {name:<20}{resources(binary)}", flush=True)
             over += binary.metadata.shared > SHARED_MEMORY[arch]
     return over
 

@@ -72,8 +72,8 @@ FAULTS = {
     ),
     "an empty sequence shifts the table": Fault(
         {
-            "S = torch.stack([states[n] for n in active])": (
-                "S = torch.stack([states[sum(c > 0 for c in tiles.chunks[:n])] for n in active])"
+            "S = torch.stack([current[n] for n in active])": (
+                "S = torch.stack([current[sum(c > 0 for c in tiles.chunks[:n])] for n in active])"
             )
         },
         named("empty first, middle, last"),

@@ -76,7 +76,7 @@ def test_the_structures_are_those_of_the_header(tmp_path):
         offset, size = f"offsetof(struct kda_fwd_params, {name})", f"sizeof(((struct kda_fwd_params*)0)->{name})"
         lines.append(f'_Static_assert({offset} == {field.offset} && {size} == {field.size}, "{name}");')
     for dtype, number in DTYPES.items():
-        short = str(dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
+        short = str(dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP").upper()
         lines.append(f'_Static_assert(KDA_{short} == {number}, "{dtype}");')
     lines.append(f'_Static_assert(KDA_REFUSED == {REFUSED}, "KDA_REFUSED");')
     (tmp_path / "fields.c").write_text("\n".join([*lines, ""]))
@@ -108,7 +108,7 @@ def refused(tmp_path_factory):
     function.argtypes = [ctypes.c_char_p]
 
     def ask(call):
-        call = {"out": torch.empty_like(call["v"]), "final_state": None, **call}
+        call = {"out": torch.empty_like(call["v"]), **call}
         problem = api.gather(**call)[0]
         tensors = {name: call.get(name) for name in TENSORS}
         addresses = [0 if x is None else x.data_ptr() for x in tensors.values()]
@@ -117,15 +117,43 @@ def refused(tmp_path_factory):
     return ask
 
 
-@pytest.mark.parametrize("buffer", ["out", "final_state"])
-@pytest.mark.parametrize("other", [name for name in TENSORS if name != "final_state"])
+#: Tensors of a call that cannot be there together.
+STATES, SLOTS = {"initial_state", "final_state"}, {"state_pool", "state_indices", "write_indices", "fresh"}
+BUFFERS = ("out", "final_state", "state_pool", "checkpoints")
+
+
+def on_a_pool(call):
+    """The call with the initial states in a pool, and checkpoints."""
+    states, N = call["initial_state"], len(call["initial_state"])
+    call = {name: x for name, x in call.items() if name not in STATES | {"output_final_state"}}
+    call["state_pool"], call["checkpoints"] = states.clone(), torch.empty_like(states)
+    for name in ("state_indices", "write_indices"):
+        call[name] = torch.arange(N)
+    call["fresh"] = torch.zeros(N, dtype=torch.bool)
+    call["checkpoint_indices"], call["checkpoint_every"] = torch.zeros(N, 2, dtype=torch.int32), 64
+    return call
+
+
+@pytest.mark.parametrize(
+    ("buffer", "other"),
+    [
+        (buffer, other)
+        for buffer in BUFFERS
+        for other in TENSORS
+        if buffer != other and not (buffer in STATES and other in SLOTS) and not (buffer in SLOTS and other in STATES)
+    ],
+)
 def test_buffers_on_other_tensors_are_refused(refused, monkeypatch, buffer, other):
     """Before the first byte, over it, over the last one, and after it: as validation says."""
-    if buffer == other:
-        pytest.skip("a buffer is not compared with itself")
     monkeypatch.setattr("kda.validate.fwd.require_writable", lambda *_: None)
     case = Case(lengths=(20, 0, 5), H=2, group=2, K=128, V=128)
     call = arguments(case)
+    if "final_state" in (buffer, other):
+        call["final_state"] = torch.empty_like(call["initial_state"])
+    if "checkpoint" in buffer + other and not SLOTS & {buffer, other}:
+        call = {**call, **{name: x for name, x in on_a_pool(call).items() if name.startswith("checkpoint")}}
+    elif {buffer, other} & (SLOTS | {"checkpoints", "checkpoint_indices"}):
+        call = on_a_pool(call)
     store = torch.zeros(1 << 23, dtype=torch.uint8)
 
     def put(x, at):
@@ -136,7 +164,10 @@ def test_buffers_on_other_tensors_are_refused(refused, monkeypatch, buffer, othe
 
     if other == "out":
         call["out"] = torch.empty_like(call["v"])
-    made = torch.empty_like(call["v"] if buffer == "out" else call["initial_state"])
+    made = (
+        call["v"] if buffer == "out" else next(call[name] for name in ("initial_state", "state_pool") if name in call)
+    )
+    made = torch.empty_like(made)
     middle = 1 << 21
     call[other] = put(call[other], middle)
     length, size = (stop - start for start, stop in map(validate.extent, (call[other], put(made, 0))))
@@ -154,6 +185,9 @@ def test_buffers_on_other_tensors_are_refused(refused, monkeypatch, buffer, othe
 def test_a_state_in_place_and_addresses(refused):
     call = arguments(Case(lengths=(20, 0, 5), H=2, K=128, V=128))
     assert not refused(call | {"final_state": call["initial_state"]})
+    pooled = on_a_pool(call)
+    assert not refused(pooled)
+    assert not refused(pooled | {"checkpoints": pooled["state_pool"]})
     assert not refused(call | {"A_log": None, "dt_bias": None, "initial_state": None, "cu_seqlens": None})
     for name in ("q", "initial_state"):
         x = call[name]

@@ -158,12 +158,16 @@ FRAME = {
     "kda.plan": 3,
     "kda.api": 4,
 }
-SHARED = {"kda.problem", "kda.numerics", "kda.gate"}  # what implementations may import
+SHARED = {"kda.problem", "kda.numerics", "kda.gate", "kda.streams"}  # what implementations may import
 TOOLS = ("kda.testing", "kda.cli", "kda.__main__")
 #: For callers of other libraries: they stand on the frame, and nothing stands on them.
 DOORS = ("kda.convert", "kda.integrations")
-#: The oracle's error propagation stands on the specification.
-EXTRA = {"kda.ref.error": {"kda.ref.recurrent"}}
+#: The oracle's error propagation stands on the specification; both PyTorch implementations leave states alike.
+EXTRA = {
+    "kda.ref.error": {"kda.ref.recurrent", "kda.ref.states"},
+    "kda.ref.recurrent": {"kda.ref.states"},
+    "kda.ref.chunked": {"kda.ref.states"},
+}
 
 
 def inside(name: str, *packages: str) -> bool:

@@ -276,7 +276,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "K first": ({"state": torch.zeros(5, 4, 16, 17)}, ValueError, "state: .*V comes before K"),
     "dtype": ({"state": torch.zeros(5, 4, 16, 16, dtype=torch.float16)}, TypeError, "state: expected dtype"),
     "no tensor": ({"state": [1]}, TypeError, "state: expected a torch.Tensor, got list"),
-    "few slots": ({"state": torch.zeros(4, 4, 16, 16)}, ValueError, "state: expected a slot for each of N = 5 rows"),
+    "few slots": (
+        {"state": torch.zeros(4, 4, 16, 16)},
+        ValueError,
+        "state: expected a slot for each of N = 5 sequences",
+    ),
     "float indices": ({"state_indices": torch.zeros(5)}, TypeError, "state_indices: expected an integer dtype"),
     "few indices": (
         {"write_indices": torch.zeros(4, dtype=torch.int32)},

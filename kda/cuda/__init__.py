@@ -69,6 +69,9 @@ def _reasons(facts: Facts) -> list[str]:
         reasons.append(f"lower_bound is {facts.lower_bound}; the kernel's exponent budget ends just below -5.")
     if max(facts.T, facts.N * facts.HV) > MOST:
         reasons.append(f"T is {facts.T} and N * HV is {facts.N * facts.HV}; the kernel counts up to {MOST}.")
+    for name in ("state_pool", "checkpoints"):
+        if name in facts.unaligned:
+            reasons.append(f"{name} cannot be copied, and its rows are not contiguous or not at multiples of 16 bytes.")
     if facts.requires_grad:
         reasons.append(f"{', '.join(facts.requires_grad)} requires grad; there is no backward here.")
     return reasons

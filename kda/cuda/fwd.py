@@ -39,9 +39,26 @@ def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> bytes:
     )
     for name in ("q", "k", "v", "g", "beta", "out"):
         setattr(p, f"{name}_stride", tensors[name].stride()[:3])  # type: ignore[union-attr]
-    for name in ("initial", "final"):
-        if (state := tensors[f"{name}_state"]) is not None:
-            setattr(p, f"{name}_stride", state.stride()[:3])
+    for field, name in (
+        ("initial_stride", "initial_state"),
+        ("final_stride", "final_state"),
+        ("pool_stride", "state_pool"),
+        ("checkpoint_stride", "checkpoints"),
+    ):
+        if (state := tensors[name]) is not None:
+            setattr(p, field, state.stride()[:3])
+    if problem.state_pool is not None:
+        p.slots = problem.state_pool.shape[0]
+    for name in ("state_indices", "write_indices", "fresh"):
+        if (per_sequence := tensors[name]) is not None:
+            setattr(p, f"{name}_stride", per_sequence.stride(0))
+            if name != "fresh":
+                setattr(p, f"{name}_dtype", DTYPES[per_sequence.dtype])
+    if problem.checkpoints is not None and problem.checkpoint_indices is not None:
+        indices = problem.checkpoint_indices
+        p.checkpoint_slots, p.checkpoint_dtype = problem.checkpoints.shape[0], DTYPES[problem.checkpoints.dtype]
+        p.checkpoint_columns, p.checkpoint_every = indices.shape[1], problem.checkpoint_every
+        p.checkpoint_indices_stride, p.checkpoint_indices_dtype = indices.stride(), DTYPES[indices.dtype]
     if (A_log := tensors["A_log"]) is not None:
         p.A_log_stride, p.A_log_dtype = A_log.stride(0), DTYPES[A_log.dtype]
     if (dt_bias := tensors["dt_bias"]) is not None:
@@ -66,12 +83,13 @@ def _launch(parameters: bytes, addresses: Iterable[int], device: torch.device, c
 def fwd(problem: Problem) -> Output:
     """`kda.fwd` in one launch. Memory beyond inputs and outputs: none, but for tensors that must be copied first."""
     facts = problem.facts
-    tensors: dict[str, Tensor | None] = {name: getattr(problem, name, None) for name in TENSORS}
-    tensors["cu_seqlens"] = problem.layout.cu_seqlens
+    tensors: dict[str, Tensor | None] = {
+        name: problem.layout.cu_seqlens if name == "cu_seqlens" else getattr(problem, name) for name in TENSORS
+    }
     for name in facts.unaligned:
         if name not in ("out", "final_state"):
             tensors[name] = tensors[name].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
-    out, final = problem.buffers(fresh=facts.unaligned)
+    out, final = problem.buffers(new=facts.unaligned)
     tensors["out"], tensors["final_state"] = out, final
     if facts.N * facts.HV == 0:
         out.zero_()

@@ -9,9 +9,19 @@ import torch
 from kda.problem import TENSORS
 
 #: enum kda_dtype; 0 is "none".
-DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 4}
+DTYPES = {
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float32: 3,
+    torch.float64: 4,
+    torch.int8: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+    torch.uint8: 9,
+}
 
-_STRIDES = ("q", "k", "v", "g", "beta", "out", "initial", "final")
+_STRIDES = ("q", "k", "v", "g", "beta", "out", "initial", "final", "pool", "checkpoint")
 
 
 class FwdParams(Structure):
@@ -23,9 +33,15 @@ class FwdParams(Structure):
         ("A_log_stride", c_int64),
         ("dt_bias_stride", c_int64 * 2),
         ("cu_stride", c_int64),
-        *((name, c_int64) for name in ("B", "T", "H", "HV", "N")),
+        ("state_indices_stride", c_int64),
+        ("write_indices_stride", c_int64),
+        ("fresh_stride", c_int64),
+        ("checkpoint_indices_stride", c_int64 * 2),
+        *((name, c_int64) for name in ("B", "T", "H", "HV", "N", "slots")),
+        *((f"checkpoint_{name}", c_int64) for name in ("slots", "columns", "every")),
         ("scale", c_float),
         ("lower_bound", c_float),
-        *((f"{name}_dtype", c_int32) for name in ("beta", "A_log", "dt_bias", "state")),
+        *((f"{name}_dtype", c_int32) for name in ("beta", "A_log", "dt_bias", "state", "checkpoint")),
+        *((f"{name}_indices_dtype", c_int32) for name in ("state", "write", "checkpoint")),
         *((name, c_int32) for name in ("cu_64", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval")),
     ]

@@ -35,6 +35,7 @@ from torch.nn.functional import threshold
 from kda.gate import activate_beta, l2norm, problem_log_decay
 from kda.numerics import CHUNK, Rounding
 from kda.problem import Facts, Implementation, Output, Problem, computed_in
+from kda.ref import states
 
 #: Elements of one [chunks, HV, CHUNK, K] temporary of `prepare`.
 GROUP = 1 << 18
@@ -75,7 +76,7 @@ def tile(problem: Problem) -> Tiles:
     lengths: list[int] = []
     first: list[int] = []
     chunks: list[int] = []
-    for row, start, stop in problem.layout.spans():
+    for row, start, stop in states.spans(problem):
         first.append(len(starts))
         for at in range(start, stop, CHUNK):
             starts.append(row * T + at)
@@ -183,42 +184,57 @@ def blocks(diagonal: Tensor, below: Tensor) -> Tensor:
 
 
 def recur(
-    packets: Packets, tiles: Tiles, states: list[Tensor], operand: Operand = exact
+    packets: Packets,
+    tiles: Tiles,
+    initial: list[Tensor],
+    operand: Operand = exact,
+    after: Callable[[int, Tensor], None] = lambda n, state: None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Walk the chunks, all sequences at once. states: N of [HV, K, V]. Returns o [X, HV, CHUNK, V] and new states."""
-    states = list(states)
+    """Walk the chunks, all sequences at once. initial: N of [HV, K, V]. Returns o [X, HV, CHUNK, V] and new states.
+
+    after: called with a sequence and its state after each of its chunks.
+    """
+    current = list(initial)
     o: dict[int, Tensor] = {}
     for step in range(max(tiles.chunks)):
         active = [n for n, chunks in enumerate(tiles.chunks) if chunks > step]
         chunks = [tiles.first[n] + step for n in active]
         at = chunks if len(chunks) > 1 else slice(chunks[0], chunks[0] + 1)  # a view, for a single sequence
         Kd, Qd, Ak, Aq, decay, V = (x[at] for x in packets)
-        S = torch.stack([states[n] for n in active])
+        S = torch.stack([current[n] for n in active])
         rounded = operand(S)
         R = operand(V - Kd @ rounded)
         O = Qd @ rounded + Aq @ R
         S = decay[..., None] * S + Ak.transpose(-1, -2) @ R
         o.update(zip(chunks, O, strict=True))
         for n, state in zip(active, S, strict=True):
-            states[n] = state
-    return torch.stack([o[chunk] for chunk in range(len(o))]), states
+            current[n] = state
+            after(n, state)
+    return torch.stack([o[chunk] for chunk in range(len(o))]), current
 
 
 def fwd(problem: Problem, operand: Operand = exact, inverse: Operand = exact) -> Output:
     """`kda.fwd` by chunks. Rows that belong to no sequence are zero; an empty sequence keeps its state."""
     facts, dtype = problem.facts, problem.compute_dtype
     tiles = tile(problem)
-    initial = problem.initial()
-    states = list(initial)
+    initial = states.initial(problem)
+    checkpoints = states.Checkpoints(problem)
+    left = [stop - start for _, start, stop in states.spans(problem)]
+    tokens = [0] * facts.N
+
+    def keep(n: int, state: Tensor) -> None:
+        tokens[n] += min(CHUNK, left[n] - tokens[n])
+        checkpoints.keep(n, tokens[n], state)
+
+    final = list(initial)
     o = torch.zeros(facts.B * facts.T, facts.HV, facts.V, dtype=dtype, device=problem.q.device)
     pieces = []
     for part in split(tiles, facts.HV * facts.K):
-        piece, states = recur(prepare(problem, part, operand, inverse), part, states, operand)
+        piece, final = recur(prepare(problem, part, operand, inverse), part, final, operand, keep)
         pieces.append(piece.transpose(1, 2)[part.valid])
     if pieces:
         o.index_put_((tiles.token[tiles.valid],), torch.cat(pieces))
-    final = torch.stack(states) if states else initial
-    return problem.output(o.reshape(problem.v.shape), final.transpose(-1, -2))
+    return states.output(problem, o.reshape(problem.v.shape), (torch.stack(final) if final else initial).mT)
 
 
 def _reasons(facts: Facts) -> list[str]:

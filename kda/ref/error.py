@@ -32,7 +32,7 @@ from torch import Tensor, einsum
 
 from kda.numerics import Rounding, unit_roundoff
 from kda.problem import Output, Problem
-from kda.ref import recurrent
+from kda.ref import recurrent, states
 
 #: Variance of one rounding to nearest with unit roundoff 1.
 ONE = 1 / 3
@@ -105,10 +105,10 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
     facts = problem.facts
     if facts.dtype != torch.float64:
         raise TypeError(f"expect: the oracle runs in fp64, got a problem in {facts.dtype}")
-    initial = problem.initial()
+    initial = states.initial(problem)
     HV, K, V, device = facts.HV, facts.K, facts.V, initial.device
 
-    spans = problem.layout.spans()
+    spans = states.spans(problem)
     sequence = torch.full((facts.B, facts.T), -1, device=device)
     column = torch.zeros(facts.N, HV, V, dtype=torch.float64, device=device)
     repeated_k = torch.zeros(facts.B, facts.T, HV, dtype=torch.float64, device=device)
@@ -125,7 +125,7 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
     u2 = {name: ONE * getattr(rounding, name) ** 2 for name in ("operand", "inverse", "gate", "state", "output")}
     o = torch.zeros(facts.B, facts.T, HV, V, dtype=torch.float64, device=device)
     var_o = torch.zeros(facts.B, facts.T, HV, dtype=torch.float64, device=device)
-    states = initial.clone()
+    final = initial.clone()
     var_state = torch.zeros(facts.N, HV, K, dtype=torch.float64, device=device)
     diagonal = partial(torch.diagonal, dim1=-2, dim2=-1)
 
@@ -160,7 +160,7 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
             F.add_(E)
             for x in (D, E, W, keys, residual, mixed_by):
                 x.zero_()
-            base = (states[n] / column[n][:, None]).square().mean(-1)  # [HV, K] the state at the chunk's start
+            base = (final[n] / column[n][:, None]).square().mean(-1)  # [HV, K] the state at the chunk's start
         unit = column[n]
         kt, qt, bt, decay = step.k, step.q, step.beta[:, None], step.log_decay.exp()
 
@@ -230,15 +230,15 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
             + u2["output"] * (step.o / unit).square().mean(-1)
         )
         o[at] = step.o
-        states[n] = step.state
+        final[n] = step.state
         if step.token + 1 == spans[n].stop:
             X, own = folded(W, residual)
             var_state[n] = diagonal(P) + diagonal(D) + X.square().sum(-1) + own + coherent.square().sum(-1)
-    stored = ONE * rounding.stored_state**2 * (states / column[:, :, None]).square().mean(-1)
+    stored = ONE * rounding.stored_state**2 * (final / column[:, :, None]).square().mean(-1)
     # A decay below the smallest normal number is lost whole, however large what it multiplies.
     flushed = torch.finfo(torch.float64 if rounding.state < unit_roundoff(torch.float32) else torch.float32).tiny
     sigma_o, sigma_state = var_o.sqrt() + flushed, (var_state + stored).sqrt() + flushed
-    return Expected(o, states.transpose(-1, -2), sigma_o, sigma_state, column, sequence)
+    return Expected(o, final.transpose(-1, -2), sigma_o, sigma_state, column, sequence)
 
 
 def _underflow(dtype: torch.dtype, column: Tensor) -> Tensor:

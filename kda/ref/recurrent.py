@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, einsum
@@ -11,6 +11,7 @@ from torch import Tensor, einsum
 from kda.gate import activate_beta, l2norm, problem_log_decay
 from kda.numerics import Rounding
 from kda.problem import Facts, Implementation, Output, Problem, StepProblem, computed_in
+from kda.ref import states
 
 
 class Step(NamedTuple):
@@ -62,8 +63,8 @@ def steps(problem: Problem) -> Iterator[Step]:
     """
     dtype = problem.compute_dtype
     q, k, v, g, beta = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.g, problem.beta))
-    initial = problem.initial()
-    for n, (row, start, stop) in enumerate(problem.layout.spans()):
+    initial = states.initial(problem)
+    for n, (row, start, stop) in enumerate(states.spans(problem)):
         S = initial[n]
         for t in range(start, stop):
             token = update(problem, (n, row, t), [x[row, t] for x in (q, k, v, g, beta)], S)
@@ -74,54 +75,40 @@ def steps(problem: Problem) -> Iterator[Step]:
 def step(problem: StepProblem) -> Tensor:
     """`kda.step` by the same recurrence, row after row. Reads the indices (a synchronisation on a GPU)."""
     facts, pool = problem.facts, problem.state
-    N, T = facts.B, facts.T
     dtype = computed_in(facts.dtype)
     q, k, v, g, beta = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.g, problem.beta))
-
-    def slots(indices: Tensor | None) -> list[Any] | None:
-        """Negative where there is no such slot."""
-        if indices is None:
-            return None
-        return torch.where(indices < pool.shape[0], indices, -1).tolist()
-
-    reads = slots(problem.state_indices) or list(range(N))
-    writes = slots(problem.write_indices) or reads
-    tokens = slots(problem.token_indices)
-    fresh = problem.fresh.tolist() if problem.fresh is not None else [False] * N
+    rows = states.rows(problem, pool, facts.B)
+    tokens = states.slots(problem.token_indices, pool)
     o = torch.zeros(problem.v.shape, dtype=dtype, device=problem.q.device)
-    states = []  # all rows read the pool as it was
-    for n, slot in enumerate(reads):
-        if slot < 0 or fresh[n]:
-            states.append(o.new_zeros(facts.HV, facts.K, facts.V))
-        else:
-            states.append(pool[slot].to(dtype).transpose(-1, -2).clone())
-    for n, slot in enumerate(reads):
-        if slot < 0:
+    for n, S in enumerate(states.of_pool(rows, pool, dtype)):  # all rows read the pool as it was
+        if rows.read[n] < 0:
             continue
-        S = states[n]
-        for t in range(T):
+        for t in range(facts.T):
             token = update(problem, (n, n, t), [x[n, t] for x in (q, k, v, g, beta)], S)
             S, o[n, t] = token.state, token.o
             if tokens is not None and tokens[n][t] >= 0:
-                pool[tokens[n][t]] = S.transpose(-1, -2).to(pool.dtype)
-        if writes[n] >= 0:
-            pool[writes[n]] = S.transpose(-1, -2).to(pool.dtype)
+                pool[tokens[n][t]] = S.mT.to(pool.dtype)
+        if rows.write[n] >= 0:
+            pool[rows.write[n]] = S.mT.to(pool.dtype)
     return o.to(facts.dtype) if problem.out is None else problem.out.copy_(o)
 
 
 def fwd(problem: Problem) -> Output:
     """`kda.fwd` by the recurrence. Rows that belong to no sequence are zero; an empty sequence keeps its state."""
     facts = problem.facts
-    initial = problem.initial()
+    initial = states.initial(problem)
+    checkpoints = states.Checkpoints(problem)
     zero = initial.new_zeros(facts.HV, facts.V)
     o = [[zero] * facts.T for _ in range(facts.B)]
-    states = list(initial)
+    final, tokens = list(initial), [0] * facts.N
     for step in steps(problem):
+        n = step.sequence
         o[step.row][step.token] = step.o
-        states[step.sequence] = step.state
+        final[n] = step.state
+        tokens[n] += 1
+        checkpoints.keep(n, tokens[n], step.state)
     stacked = torch.stack([x for row in o for x in row]) if facts.B * facts.T else initial.new_zeros(0)
-    final = torch.stack(states) if states else initial
-    return problem.output(stacked.reshape(problem.v.shape), final.transpose(-1, -2))
+    return states.output(problem, stacked.reshape(problem.v.shape), (torch.stack(final) if final else initial).mT)
 
 
 def _reasons(facts: Facts) -> list[str]:

@@ -75,7 +75,7 @@ def _step(problem: StepProblem) -> Tensor:
 
 def _step_again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], addresses: list[int]) -> Tensor | None:
     launch = memo.get("triton")
-    return None if launch is None else launch.again(tensors, addresses)  # type: ignore[no-any-return]
+    return None if launch is None else launch.again(tensors, addresses)
 
 
 IMPL = Implementation(

@@ -43,8 +43,14 @@ def fwd(problem: Problem) -> Output:
     slots = T // C + N if facts.varlen else B * triton.cdiv(T, C)
 
     out, final = problem.buffers()
+    initial = problem.initial_state
+    if problem.state_pool is not None:
+        initial = final = problem.state_pool
+    kept = problem.checkpoints
+    reads, writes, columns = problem.state_indices, problem.write_indices, problem.checkpoint_indices
+    any_indices = next((x for x in (reads, writes, columns) if x is not None), q)
     if N * HV == 0:
-        return Output(out.zero_(), final)
+        return Output(out.zero_(), final if facts.final_state else None)
 
     work = torch.bfloat16 if bf16 else torch.float32
     KW = triton.cdiv(K, 16) * 16  # rows of whole vectors, whatever K is
@@ -118,25 +124,37 @@ def fwd(problem: Problem) -> Output:
             decay,
             v,
             out,
-            decay if problem.initial_state is None else problem.initial_state,
+            decay if initial is None else initial,
             decay if final is None else final,
             cu_seqlens,
+            any_indices if reads is None else reads,
+            any_indices if writes is None else writes,
+            decay if problem.fresh is None else problem.fresh.view(torch.uint8),
+            decay if kept is None else kept,
+            any_indices if columns is None else columns,
             *v.stride(),
             *out.stride(),
-            *strides(problem.initial_state, 4),
+            *strides(initial, 4),
             *strides(final, 4),
+            *strides(kept, 4),
             cu_stride,
+            *(strides(x, 1)[0] for x in (reads, writes, problem.fresh)),
+            *strides(columns, 2),
             N,
             T,
             B * T,
             HV,
-            int(problem.initial_state is not None),
-            int(final is not None),
+            *(int(x is not None) for x in (initial, final, reads, writes, problem.fresh)),
+            N if problem.state_pool is None else problem.state_pool.shape[0],
+            0 if kept is None else kept.shape[0],
+            0 if columns is None else columns.shape[1],
+            problem.checkpoint_every // C,
             V=V,
             KP=power_of_two(K),
             BV=config.block_v,
+            CHECKPOINTS=kept is not None,
             num_warps=config.recur_warps,
             num_stages=config.recur_stages,
             **common,
         )
-    return Output(out, final)
+    return Output(out, final if facts.final_state else None)

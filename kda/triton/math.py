@@ -30,6 +30,13 @@ def indices(n: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def slot_at(indices, offset, slots, given):
+    """A slot of a pool by its number in a tensor, or -1: there is none, or the pool has no such slot."""
+    slot = tl.load(indices + offset, mask=given != 0, other=-1).to(tl.int64)
+    return tl.where(slot < slots, slot, -1)
+
+
+@triton.jit
 def cast(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
     """fp32 to `DTYPE`, to nearest even. The interpreter truncates to bf16, so there the bits are rounded first."""
     if INTERPRET and DTYPE == tl.bfloat16 and x.dtype == tl.float32:

@@ -6,10 +6,30 @@ Two dependent products a chunk: R = V - Kd S, then S' = diag(decay) S + Ak^T R; 
 import triton
 import triton.language as tl
 
-from kda.triton.math import bounds, cast, dot, indices
+from kda.triton.math import bounds, cast, dot, indices, slot_at
 
 
-@triton.jit(do_not_specialize=["N", "T", "tokens", "HV", "has_initial", "has_final", "cu_stride"])
+@triton.jit
+def _state_at(states, slot, s_n, s_h, s_v, s_k, hv, d, w):
+    """Where a V block of one head's state lies in a slot, K first."""
+    at = states + slot * s_n + hv * s_h
+    return at + (d[:, None].to(tl.int64) * s_k + w[None, :].to(tl.int64) * s_v)
+
+
+@triton.jit
+def _slot_to_read(reads, reads_n, n, slots, has_reads):
+    """The slot a sequence begins from; -1 for padding."""
+    n = n.to(tl.int64)
+    return tl.where(has_reads != 0, slot_at(reads, n * reads_n, slots, has_reads), n)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("N", "T", "tokens", "HV", "has_initial", "has_final", "cu_stride"),
+        *("slots", "has_reads", "has_writes", "has_fresh", "checkpoint_slots", "columns", "every"),
+        *("reads_n", "writes_n", "fresh_n", "columns_n", "columns_m"),
+    ]
+)
 def recur_kernel(
     Kd,  # [HV, B * T, KW], the dot's dtype
     Qd,  # [HV, B * T, KW]
@@ -18,9 +38,14 @@ def recur_kernel(
     decay,  # [slots, HV, KW] fp32
     v,
     out,
-    initial,  # any pointer where has_initial is 0
+    initial,  # any pointer where has_initial is 0; the pool where there is one, as is final
     final,  # any pointer where has_final is 0
     cu_seqlens,
+    reads,  # [N] slots; this and what follows: any pointer of its kind where there is none
+    writes,  # [N] slots
+    fresh,  # [N] bytes
+    checkpoints,
+    checkpoint_indices,  # [N, columns]
     v_b,
     v_t,
     v_h,
@@ -37,13 +62,29 @@ def recur_kernel(
     f_h,
     f_v,
     f_k,
+    c_n,
+    c_h,
+    c_v,
+    c_k,
     cu_stride,
+    reads_n,
+    writes_n,
+    fresh_n,
+    columns_n,
+    columns_m,
     N,
     T,
     tokens,  # B * T
     HV,
     has_initial,
     has_final,
+    has_reads,
+    has_writes,
+    has_fresh,
+    slots,  # of the pool; N without one
+    checkpoint_slots,
+    columns,
+    every,  # chunks from one checkpoint to the next
     K,
     V,
     KW: tl.constexpr,  # row length of the workspace
@@ -51,6 +92,7 @@ def recur_kernel(
     BV: tl.constexpr,
     C: tl.constexpr,
     VARLEN: tl.constexpr,
+    CHECKPOINTS: tl.constexpr,
     OPERAND: tl.constexpr,
     WIDE: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -76,6 +118,10 @@ def recur_kernel(
         stop = start + T
         slot = row * tl.cdiv(T, C)
 
+    read = _slot_to_read(reads, reads_n, n, slots, has_reads)
+    if read < 0:  # a sequence without a slot
+        stop = start
+
     v += row * v_b + start * v_t + hv * v_h
     out += row * o_b + start * o_t + hv * o_h
     token = hv * tokens + row * T + start  # row of the workspace
@@ -87,10 +133,11 @@ def recur_kernel(
     step = tl.zeros((), tl.int64) + C
     in_state = in_k[:, None] & in_v[None, :]
     S = tl.zeros((KP, BV), tl.float32)
-    if has_initial != 0:
-        initial += n.to(tl.int64) * i_n + hv * i_h
-        at_initial = d[:, None].to(tl.int64) * i_k + w[None, :].to(tl.int64) * i_v
-        S = tl.load(initial + at_initial, mask=in_state, other=0.0).to(tl.float32)
+    zero = tl.load(fresh + n.to(tl.int64) * fresh_n, mask=has_fresh != 0, other=0) != 0
+    if (has_initial != 0) & (read >= 0) & (zero == 0):
+        at = _state_at(initial, read, i_n, i_h, i_v, i_k, hv, d, w)
+        S = tl.load(at, mask=in_state, other=0.0).to(tl.float32)
+    done = tl.zeros((), tl.int32)  # chunks
 
     for left in range((stop - start).to(tl.int32), 0, -C):  # tokens still to come
         live = rows < left
@@ -114,16 +161,29 @@ def recur_kernel(
         decay += HV * KW
         v += step * v_t
         out += step * o_t
+        if CHECKPOINTS:
+            done += 1
+            if (done % every == 0) & (left >= C) & (done // every <= columns):
+                at_index = n.to(tl.int64) * columns_n + (done // every - 1).to(tl.int64) * columns_m
+                kept = slot_at(checkpoint_indices, at_index, checkpoint_slots, 1)
+                if kept >= 0:
+                    at = _state_at(checkpoints, kept, c_n, c_h, c_v, c_k, hv, d, w)
+                    tl.store(at, cast(S, checkpoints.dtype.element_ty, INTERPRET), mask=in_state)
 
-    if has_final != 0:
-        final += n.to(tl.int64) * f_n + hv * f_h
-        at_final = d[:, None].to(tl.int64) * f_k + w[None, :].to(tl.int64) * f_v
-        tl.store(final + at_final, cast(S, final.dtype.element_ty, INTERPRET), mask=in_state)
+    # Looked up again: what is kept in registers until here makes the loop spill.
+    write = _slot_to_read(reads, reads_n, n, slots, has_reads)
+    if (has_writes != 0) & (write >= 0):
+        write = slot_at(writes, n.to(tl.int64) * writes_n, slots, has_writes)
+    if (has_final != 0) & (write >= 0):
+        at = _state_at(final, write, f_n, f_h, f_v, f_k, hv, d, w)
+        tl.store(at, cast(S, final.dtype.element_ty, INTERPRET), mask=in_state)
+    end = start + T  # of the rows of out to clear: those of a sequence without a slot, and what follows the last
     if VARLEN:
-        if n == N - 1:  # what follows the last sequence is padding
-            out += (stop - start - tl.cdiv(stop - start, C) * C) * o_t  # back from the end of the last tile
-            for left in range((T - stop).to(tl.int32), 0, -C):
-                zero = tl.zeros((C, BV), tl.float32).to(out.dtype.element_ty)
-                o_at = rows[:, None] * o_t + w[None, :] * o_d
-                tl.store(out + o_at, zero, mask=(rows < left)[:, None] & in_v[None, :])
-                out += step * o_t
+        _, end = bounds(cu_seqlens, cu_stride, n, T)
+        end = tl.where(n == N - 1, T, end)
+    out += (stop - start - tl.cdiv(stop - start, C) * C) * o_t  # back from the end of the last tile
+    for left in range((end - stop).to(tl.int32), 0, -C):
+        zeros = tl.zeros((C, BV), tl.float32).to(out.dtype.element_ty)
+        o_at = rows[:, None] * o_t + w[None, :] * o_d
+        tl.store(out + o_at, zeros, mask=(rows < left)[:, None] & in_v[None, :])
+        out += step * o_t

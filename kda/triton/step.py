@@ -20,7 +20,7 @@ from kda.problem import STEP_TENSORS, Mark, StepProblem
 from kda.streams import current_stream
 from kda.triton.config import power_of_two
 from kda.triton.forward import GATES, strides
-from kda.triton.math import cast, exp, log_decay, sigmoid, unit_factor
+from kda.triton.math import cast, exp, log_decay, sigmoid, slot_at, unit_factor
 
 #: Columns of V per program and its warps (NOTES.md): the same for every batch, so that no sum depends on
 #: the batch. The interpreter's time is by the program.
@@ -42,13 +42,6 @@ _STRIDED = {
     "fresh": 1,
 }
 _V, _OUT = STEP_TENSORS.index("v"), STEP_TENSORS.index("out")
-
-
-@triton.jit
-def _slot(indices, offset, slots, given):
-    """A slot of the pool, or -1: what lies beyond the pool is no slot."""
-    slot = tl.load(indices + offset, mask=given != 0, other=-1).to(tl.int64)
-    return tl.where(slot < slots, slot, -1)
 
 
 @triton.jit
@@ -149,8 +142,8 @@ def step_kernel(
     hv = hv.to(tl.int64)
     d = tl.arange(0, KP).to(tl.int64)
     c = tl.program_id(0) % blocks * BV + tl.arange(0, BV).to(tl.int64)
-    read = tl.where(has_reads != 0, _slot(reads, n * reads_n, slots, has_reads), n)
-    write = tl.where(has_writes != 0, _slot(writes, n * writes_n, slots, has_writes), read)
+    read = tl.where(has_reads != 0, slot_at(reads, n * reads_n, slots, has_reads), n)
+    write = tl.where(has_writes != 0, slot_at(writes, n * writes_n, slots, has_writes), read)
     active = read >= 0
     # Masks by limits: the interpreter does not combine a scalar with a block of truth values.
     channels, columns = tl.where(active, K, 0), tl.where(active, V, 0)
@@ -186,7 +179,7 @@ def step_kernel(
         row = n * o_n + t * o_t + hv * o_h
         tl.store(out + row + c * o_d, cast(o, out.dtype.element_ty, INTERPRET), mask=c < V)
 
-        after = _slot(tokens, n * tokens_n + t * tokens_t, slots, has_tokens)
+        after = slot_at(tokens, n * tokens_n + t * tokens_t, slots, has_tokens)
         _store(state, after, s_n, tile, S, c < tl.where(after >= 0, columns, 0), in_k, INTERPRET)
     _store(state, write, s_n, tile, S, c < tl.where(write >= 0, columns, 0), in_k, INTERPRET)
 

@@ -4,11 +4,11 @@
 and `layouts` put them together for `kda.fwd`, `kda.step` and `kda.convert`.
 """
 
-from kda.validate.fwd import contents, forward
+from kda.validate.fwd import contents, forward, state_contents
 from kda.validate.inputs import ROWS
 from kda.validate.layouts import mask, matrix, offsets, packed
 from kda.validate.memory import extent, meet, same
-from kda.validate.pool import pool_contents, step
+from kda.validate.pool import looks_at_slots, pool_contents, step
 from kda.validate.require import implementation_name
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "extent",
     "forward",
     "implementation_name",
+    "looks_at_slots",
     "mask",
     "matrix",
     "meet",
@@ -24,5 +25,6 @@ __all__ = [
     "packed",
     "pool_contents",
     "same",
+    "state_contents",
     "step",
 ]

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from kda.environment import switched_on
+from kda.numerics import CHUNK
 from kda.problem import GateKind, Layout, Problem, computed_in
-from kda.validate.inputs import check_inputs
+from kda.validate.inputs import Inputs, check_inputs
 from kda.validate.layouts import offsets
 from kda.validate.memory import extent, require_writable, same
+from kda.validate.pool import (
+    looks_at_slots,
+    no_collision,
+    read_and_written,
+    require_indices,
+    require_pool,
+    require_states,
+    slots_within,
+)
 from kda.validate.require import require_dtype, require_no_capture, require_shape, require_state_dtype
 
 
@@ -21,6 +32,40 @@ def _cu_seqlens(value: Tensor, q: Tensor) -> None:
             f"q: expected batch 1 with cu_seqlens, got {q.shape[0]}; pack the sequences along T: "
             "x.flatten(0, 1).unsqueeze(0)"
         )
+
+
+def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    if cu_seqlens is None:
+        return [q.shape[1]] * q.shape[0]
+    return [stop - start for start, stop in pairwise(cu_seqlens.tolist())]
+
+
+def state_contents(problem: Problem) -> None:
+    """What only the contents of indices can tell: whether slots are there; and, on request, whether two writes meet."""
+    pool, kept, q = problem.state_pool, problem.checkpoints, problem.q
+    if (pool is None and kept is None) or not looks_at_slots(q):
+        return
+    if pool is not None:
+        slots_within(pool.shape[0], state_indices=problem.state_indices, write_indices=problem.write_indices)
+    if kept is not None:
+        slots_within(kept.shape[0], "checkpoints", checkpoint_indices=problem.checkpoint_indices)
+    if not switched_on("KDA_CHECK"):
+        return
+    N = problem.facts.N
+    read, write = [0] * N, [-1] * N  # without a pool
+    if pool is not None:
+        read, write = read_and_written(N, problem.state_indices, problem.write_indices)
+    due: list[list[int]] = [[] for _ in range(N)]
+    if kept is not None and problem.checkpoint_indices is not None:
+        lengths = _lengths(q, problem.layout.cu_seqlens)
+        for n, slots in enumerate(problem.checkpoint_indices.tolist()):
+            due[n] = [] if read[n] < 0 else slots[: lengths[n] // problem.checkpoint_every]
+    together = pool is not None and kept is not None and same(pool, kept)
+    if pool is not None:
+        written = [[to, *(due[n] if together else ())] for n, to in enumerate(write)]
+        no_collision("write_indices, checkpoint_indices" if together else "write_indices", read, written)
+    if not together:
+        no_collision("checkpoint_indices", [], due)
 
 
 def contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -> None:
@@ -51,6 +96,79 @@ def contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) ->
             )
 
 
+def _states(given: Inputs, N: int, checkpoint_every: int | None, output_final_state: bool) -> torch.dtype:
+    """Checks where states come from and go to, and returns their dtype."""
+    tensors, q = given.tensors, given.tensors["q"]
+    pool, initial, final = (tensors.get(name) for name in ("state_pool", "initial_state", "final_state"))
+    if pool is not None:
+        for name, other in (("initial_state", initial), ("final_state", final)):
+            if other is not None:
+                raise ValueError(f"{name}: expected nothing beside state_pool, which takes its place, got a tensor")
+        if output_final_state:
+            raise ValueError(
+                "output_final_state: expected False with state_pool, got True; final states are in their slots"
+            )
+        require_pool("state_pool", pool, N, given)
+    else:
+        for name in ("state_indices", "write_indices", "fresh"):
+            if name in tensors:
+                raise ValueError(f"{name}: expected state_pool beside it, got none; it is about the pool's slots")
+    _checkpoints(given, N, checkpoint_every)
+    for name, state in (("initial_state", initial), ("final_state", final)):
+        if state is not None:
+            require_shape(name, state, "[N, HV, V, K]", (N, given.HV, given.V, given.K), "V comes before K")
+            require_state_dtype(name, state, q)
+    if final is not None and initial is not None:
+        require_dtype("initial_state", initial, final.dtype, "final_state's")
+    there = next((x for x in (pool, final, initial) if x is not None), None)
+    return computed_in(q.dtype) if there is None else there.dtype
+
+
+def _checkpoints(given: Inputs, N: int, every: int | None) -> None:
+    kept, indices = (given.tensors.get(name) for name in ("checkpoints", "checkpoint_indices"))
+    if kept is None:
+        for name, value in (("checkpoint_indices", indices), ("checkpoint_every", every)):
+            if value is not None:
+                raise ValueError(f"{name}: expected checkpoints beside it, got none; pass the slots that receive them")
+        return
+    require_states("checkpoints", kept, given)
+    if indices is None or every is None:
+        name, what = ("checkpoint_indices", "[N, M] slots") if indices is None else ("checkpoint_every", "tokens")
+        raise ValueError(f"{name}: expected {what} beside checkpoints, got None")
+    columns = indices.shape[-1] if indices.dim() else 0
+    require_indices("checkpoint_indices", indices, "[N, M]", (N, columns))
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"checkpoint_every: expected an integer, got {type(every).__name__}")
+    if every <= 0 or every % CHUNK:
+        raise ValueError(f"checkpoint_every: expected a positive multiple of {CHUNK} tokens, got {every}")
+
+
+#: Tensors that are written, and what each may be exactly on: to update states in place is a normal thing to do, as is
+#: to keep checkpoints in the pool itself.
+_WRITTEN = {
+    "out": "",
+    "final_state": "initial_state",
+    "state_pool": "checkpoints",
+    "checkpoints": "state_pool",
+}
+
+
+def _writable(given: Inputs) -> None:
+    written = [name for name in _WRITTEN if name in given.tensors]
+    extents = {name: extent(x) for name, x in given.tensors.items()} if written else {}
+    for name in written:
+        buffer = given.tensors[name]
+        if given.graded:
+            raise ValueError(
+                f"{name}: expected no buffer while {', '.join(given.graded)} requires grad, got one; results written "
+                "in place cannot be differentiated. Leave the buffer out, or call under torch.no_grad()"
+            )
+        others = {other: x for other, x in given.tensors.items() if other != name}
+        if (partner := others.get(_WRITTEN[name])) is not None and same(partner, buffer):
+            others.pop(_WRITTEN[name])
+        require_writable(name, buffer, others, extents)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -71,6 +189,13 @@ def forward(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
     batch_invariant: bool,
+    state_pool: Tensor | None,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    fresh: Tensor | None,
+    checkpoints: Tensor | None,
+    checkpoint_indices: Tensor | None,
+    checkpoint_every: int | None,
 ) -> Problem:
     """The arguments of `kda.fwd` as a `Problem`. Raises ValueError or TypeError before anything is written."""
     optional: dict[str, Tensor | None] = {
@@ -80,6 +205,12 @@ def forward(
         "initial_state": initial_state,
         "final_state": final_state,
         "cu_seqlens": cu_seqlens,
+        "state_pool": state_pool,
+        "state_indices": state_indices,
+        "write_indices": write_indices,
+        "fresh": fresh,
+        "checkpoints": checkpoints,
+        "checkpoint_indices": checkpoint_indices,
     }
     flags = {
         "output_final_state": output_final_state,
@@ -89,48 +220,15 @@ def forward(
         "batch_invariant": batch_invariant,
     }
     given = check_inputs({"q": q, "k": k, "v": v, "g": g, "beta": beta}, optional, flags, scale, lower_bound, "B")
-
-    # Layout.
     if cu_seqlens is not None:
         _cu_seqlens(cu_seqlens, q)
     layout = Layout(given.B, given.T, cu_seqlens)
     N = layout.sequences
-
-    # States and buffers.
-    state_dtype = computed_in(q.dtype)
-    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
-        if state is None:
-            continue
-        require_shape(name, state, "[N, HV, V, K]", (N, given.HV, given.V, given.K), "V comes before K")
-        require_state_dtype(name, state, q)
-    if final_state is not None:
-        state_dtype = final_state.dtype
-        if initial_state is not None:
-            require_dtype("initial_state", initial_state, state_dtype, "final_state's")
-    elif initial_state is not None:
-        state_dtype = initial_state.dtype
-
-    inputs = {name: t for name, t in given.tensors.items() if name not in ("out", "final_state")}
+    state_dtype = _states(given, N, checkpoint_every, output_final_state)
     if out is not None:
         require_shape("out", out, "[B, T, HV, V]", (given.B, given.T, given.HV, given.V))
         require_dtype("out", out, q.dtype, "q's")
-    written = out is not None or final_state is not None
-    extents = {name: extent(x) for name, x in given.tensors.items()} if written else {}
-    for name, buffer in (("out", out), ("final_state", final_state)):
-        if buffer is None:
-            continue
-        if given.graded:
-            raise ValueError(
-                f"{name}: expected no buffer while {', '.join(given.graded)} requires grad, got one; results written "
-                "in place cannot be differentiated. Leave the buffer out, or call under torch.no_grad()"
-            )
-        readers = dict(inputs)
-        if name == "final_state":
-            if initial_state is not None and same(final_state, initial_state):
-                readers.pop("initial_state")  # updating a state in place is a normal thing to do
-            if out is not None:
-                readers["out"] = out
-        require_writable(name, buffer, readers, extents)
+    _writable(given)
     contents(q, g, given.gate, cu_seqlens)
 
     facts = given.facts(
@@ -143,12 +241,23 @@ def forward(
         use_beta_sigmoid=use_beta_sigmoid,
         allow_neg_eigval=allow_neg_eigval,
         batch_invariant=batch_invariant,
+        pool=state_pool is not None,
+        checkpoint_dtype=None if checkpoints is None else checkpoints.dtype,
     )
-    return Problem(
+    problem = Problem(
         **given.fields(),
         out=out,
         initial_state=None if initial_state is None else given.plain("initial_state"),
         final_state=final_state,
         layout=layout,
         facts=facts,
+        state_pool=state_pool,
+        state_indices=state_indices,
+        write_indices=write_indices,
+        fresh=fresh,
+        checkpoints=checkpoints,
+        checkpoint_indices=checkpoint_indices,
+        checkpoint_every=checkpoint_every or 0,
     )
+    state_contents(problem)
+    return problem

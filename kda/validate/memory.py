@@ -59,7 +59,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def same(a: Tensor | None, b: Tensor) -> bool:
     """Whether two tensors are the same elements in the same order."""
-    return a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    if a is None or a.data_ptr() != b.data_ptr() or a.dtype != b.dtype:
+        return False
+    return a.shape == b.shape and a.stride() == b.stride()
 
 
 def require_writable(

@@ -1,13 +1,15 @@
-"""The arguments of `kda.step`: a pool of states, and which of its slots are read and written."""
+"""A pool of states: which of its slots are read and written. The arguments of `kda.step`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from kda.environment import switched_on
 from kda.problem import StepProblem
-from kda.validate.inputs import check_inputs
+from kda.validate.inputs import Inputs, check_inputs
 from kda.validate.memory import extent, require_writable
 from kda.validate.require import (
     name_of,
@@ -21,45 +23,90 @@ from kda.validate.require import (
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
-def _indices(name: str, value: Tensor, symbols: str, shape: tuple[int, ...]) -> None:
+def require_indices(name: str, value: Tensor, symbols: str, shape: tuple[int, ...]) -> None:
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name}: expected an integer dtype, got {name_of(value.dtype)}")
     require_shape(name, value, symbols, shape, "one slot of the pool for each, negative for none")
 
 
-def pool_contents(q: Tensor, slots: int, reads: Tensor | None, writes: Tensor | None, tokens: Tensor | None) -> None:
-    """What only the indices' contents can tell: on a CPU whether they are within the pool; collisions on request."""
+def require_states(name: str, pool: Tensor, given: Inputs) -> None:
+    """Slots of states."""
+    if pool.dim() != 4:
+        raise ValueError(f"{name}: expected shape [slots, HV, V, K], got {list(pool.shape)}; V comes before K")
+    shape = (pool.shape[0], given.HV, given.V, given.K)
+    require_shape(name, pool, "[slots, HV, V, K]", shape, "V comes before K")
+    require_state_dtype(name, pool, given.tensors["q"])
+
+
+def require_pool(name: str, pool: Tensor, N: int, given: Inputs) -> None:
+    """The pool, and what says which slots of it N sequences read and write."""
+    require_states(name, pool, given)
+    reads, fresh = given.tensors.get("state_indices"), given.tensors.get("fresh")
+    if reads is None and pool.shape[0] < N:
+        raise ValueError(
+            f"{name}: expected a slot for each of N = {N} sequences, got {pool.shape[0]}; without state_indices "
+            "sequence n has slot n"
+        )
+    for indices in ("state_indices", "write_indices"):
+        if indices in given.tensors:
+            require_indices(indices, given.tensors[indices], "[N]", (N,))
+    if fresh is not None:
+        require_dtype("fresh", fresh, torch.bool, "whether a sequence starts from zero")
+        require_shape("fresh", fresh, "[N]", (N,))
+
+
+def looks_at_slots(q: Tensor) -> bool:
+    """Whether indices are to be read: free on a CPU, a synchronisation elsewhere (done under KDA_CHECK=1 alone)."""
     checking = switched_on("KDA_CHECK")
-    if not checking and q.device.type != "cpu":
-        return
     if checking:
         require_no_capture(q)
-    N = q.shape[0]
-    for name, indices in (("state_indices", reads), ("write_indices", writes), ("token_indices", tokens)):
-        if indices is not None and indices.numel() and int(indices.max()) >= slots:
-            raise ValueError(f"{name}: expected slots below {slots}, the pool's size, got {int(indices.max())}")
-    if not checking:
-        return
-    read = list(range(N)) if reads is None else reads.tolist()
-    write = read if writes is None else writes.tolist()
-    owner: dict[int, int] = {}  # slot -> the row that writes it
-    for n in range(N):
-        if read[n] < 0:
-            continue
-        for slot in (write[n], *(() if tokens is None else tokens[n].tolist())):
+    return checking or q.device.type == "cpu"
+
+
+def slots_within(slots: int, pool: str = "the pool", **indices: Tensor | None) -> None:
+    for name, value in indices.items():
+        if value is not None and value.numel() and int(value.max()) >= slots:
+            raise ValueError(f"{name}: expected slots below {slots}, {pool}'s size, got {int(value.max())}")
+
+
+def no_collision(names: str, reads: list[int], writes: Iterable[Iterable[int]]) -> None:
+    """Of each sequence the slot that is read and those that are written; negative ones are none."""
+    owner: dict[int, int] = {}  # slot -> the sequence that writes it
+    for n, written in enumerate(writes):
+        for slot in written:
             if slot >= 0 and slot in owner:
                 raise ValueError(
-                    f"write_indices, token_indices: expected one write to a slot in a call, got slot {slot} in rows "
+                    f"{names}: expected one write to a slot in a call, got slot {slot} in rows "
                     f"{owner[slot]} and {n}; give each its own, or a negative index for no write"
                 )
             if slot >= 0:
                 owner[slot] = n
-    for n, slot in enumerate(read):
+    for n, slot in enumerate(reads):
         if slot >= 0 and owner.get(slot, n) != n:
             raise ValueError(
                 f"state_indices: expected slots that no other row writes, got slot {slot} in row {n}, which row "
                 f"{owner[slot]} writes; rows run in any order"
             )
+
+
+def read_and_written(N: int, reads: Tensor | None, writes: Tensor | None) -> tuple[list[int], list[int]]:
+    """The slots that N sequences read, and those that their final states are written to."""
+    read = list(range(N)) if reads is None else reads.tolist()
+    write = read if writes is None else writes.tolist()
+    return read, [-1 if at < 0 else to for at, to in zip(read, write, strict=True)]
+
+
+def pool_contents(q: Tensor, slots: int, reads: Tensor | None, writes: Tensor | None, tokens: Tensor | None) -> None:
+    """What only the indices' contents can tell: whether they are within the pool; collisions on request."""
+    if not looks_at_slots(q):
+        return
+    slots_within(slots, state_indices=reads, write_indices=writes, token_indices=tokens)
+    if not switched_on("KDA_CHECK"):
+        return
+    read, write = read_and_written(q.shape[0], reads, writes)
+    after = [[]] * len(read) if tokens is None else tokens.tolist()
+    written = [[] if at < 0 else [to, *each] for at, to, each in zip(read, write, after, strict=True)]
+    no_collision("write_indices, token_indices", read, written)
 
 
 def step(
@@ -84,7 +131,6 @@ def step(
     allow_neg_eigval: bool,
 ) -> StepProblem:
     """The arguments of `kda.step` as a `StepProblem`. Raises ValueError or TypeError before anything is written."""
-    indices = {"state_indices": state_indices, "write_indices": write_indices, "token_indices": token_indices}
     flags = {
         "use_qk_l2norm": use_qk_l2norm,
         "use_beta_sigmoid": use_beta_sigmoid,
@@ -96,28 +142,16 @@ def step(
         "out": out,
         "A_log": A_log,
         "dt_bias": dt_bias,
-        **indices,
+        "state_indices": state_indices,
+        "write_indices": write_indices,
+        "token_indices": token_indices,
         "fresh": fresh,
     }
     given = check_inputs({"q": q, "k": k, "v": v, "g": g, "beta": beta}, optional, flags, scale, lower_bound, "N")
-    N, T, HV, K, V = given.B, given.T, given.HV, given.K, given.V
-
-    if state.dim() != 4:
-        raise ValueError(f"state: expected shape [slots, HV, V, K], got {list(state.shape)}; V comes before K")
-    slots = state.shape[0]
-    require_shape("state", state, "[slots, HV, V, K]", (slots, HV, V, K), "V comes before K")
-    require_state_dtype("state", state, q)
-    if state_indices is None and slots < N:
-        raise ValueError(
-            f"state: expected a slot for each of N = {N} rows, got {slots}; without state_indices row n has slot n"
-        )
-    for name, value in indices.items():
-        if value is not None:
-            by_token = name == "token_indices"
-            _indices(name, value, "[N, T]" if by_token else "[N]", (N, T) if by_token else (N,))
-    if fresh is not None:
-        require_dtype("fresh", fresh, torch.bool, "whether a row starts from zero")
-        require_shape("fresh", fresh, "[N]", (N,))
+    N, T, HV, V = given.B, given.T, given.HV, given.V
+    require_pool("state", state, N, given)
+    if token_indices is not None:
+        require_indices("token_indices", token_indices, "[N, T]", (N, T))
     if given.graded:
         raise ValueError(
             f"{given.graded[0]}: expected no gradient, but it requires grad; the state is updated in place, which "
@@ -131,10 +165,10 @@ def step(
         if name in given.tensors:
             readers = {other: x for other, x in given.tensors.items() if other != name}
             require_writable(name, given.tensors[name], readers, extents)
-    pool_contents(q, slots, state_indices, write_indices, token_indices)
+    pool_contents(q, state.shape[0], state_indices, write_indices, token_indices)
 
     facts = given.facts(
-        N=slots,
+        N=state.shape[0],
         varlen=False,
         state_dtype=state.dtype,
         initial_state=True,

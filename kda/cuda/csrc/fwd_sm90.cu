@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
     cutlass::arch::warpgroup_reg_dealloc<48>();
     if (warp == 16) {
       copy_in(args, s);
-      clear_padding(args.p);
+      clear_padding(args.p, s);
     } else if (warp < 19) {
       look_at_rows(args, s, warp == 18);
     } else {
@@ -125,6 +125,11 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
 
   Arguments args;
   args.p = *p;
+  if (p->state_pool != nullptr) {  // then its slots are both states
+    args.p.initial_state = args.p.final_state = p->state_pool;
+    std::copy_n(p->pool_stride, 3, args.p.initial_stride), std::copy_n(p->pool_stride, 3, args.p.final_stride);
+  }
+  args.p.checkpoint_every = std::min(p->checkpoint_every, (int64_t{1} << 31) - 64);  // more is never reached
   // Not more than Kr's one factor in fp16 leaves room for, see decay.cuh; bounds past -5 have a little less below then.
   args.anchor =
       std::min(static_cast<int>(std::lround(16.0 * std::fabs(p->lower_bound) * kda::LOG2E)), 127 - SM90_FP16_BITS);

@@ -1,5 +1,6 @@
 // Which bytes the tensors of a call lie on, for the host: a buffer must lie on none of another's.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -30,8 +31,12 @@ inline Extent extent(const void* data, int element, std::initializer_list<Dimens
 
 inline int bytes_of(int dtype) {
   switch (dtype) {
-    case KDA_FP64: return 8;
-    case KDA_FP32: return 4;
+    case KDA_FP64:
+    case KDA_INT64: return 8;
+    case KDA_FP32:
+    case KDA_INT32: return 4;
+    case KDA_INT8:
+    case KDA_UINT8: return 1;
     default: return 2;
   }
 }
@@ -42,12 +47,16 @@ inline bool refused(const kda_fwd_params& p) {
   auto rows = [&](const void* data, const int64_t (&stride)[3], int64_t heads, Dimension last, int element = 2) {
     return extent(data, element, {{p.B, stride[0]}, {p.T, stride[1]}, {heads, stride[2]}, last});
   };
-  auto state = [&](const void* data, const int64_t (&stride)[3]) {
-    return extent(data, bytes_of(p.state_dtype), {{p.N, stride[0]}, {p.HV, stride[1]}, {V, stride[2]}, {K, 1}});
+  auto states = [&](const void* data, const int64_t (&stride)[3], int64_t slots, int dtype) {
+    return extent(data, bytes_of(dtype), {{slots, stride[0]}, {p.HV, stride[1]}, {V, stride[2]}, {K, 1}});
   };
-  const Extent out = rows(p.out, p.out_stride, p.HV, {V, 1}), final = state(p.final_state, p.final_stride);
-  const Extent initial = state(p.initial_state, p.initial_stride);
-  const Extent others[] = {
+  auto of_sequences = [&](const void* data, int64_t stride, int element) {
+    return extent(data, element, {{p.N, stride}});
+  };
+  auto in_place = [](const void* a, const int64_t (&a_stride)[3], const void* b, const int64_t (&b_stride)[3]) {
+    return a == b && std::equal(a_stride, a_stride + 3, b_stride);
+  };
+  const Extent inputs[] = {
       rows(p.q, p.q_stride, p.H, {K, 1}),
       rows(p.k, p.k_stride, p.H, {K, 1}),
       rows(p.v, p.v_stride, p.HV, {V, 1}),
@@ -56,17 +65,35 @@ inline bool refused(const kda_fwd_params& p) {
       extent(p.A_log, bytes_of(p.A_log_dtype), {{p.HV, p.A_log_stride}}),
       extent(p.dt_bias, bytes_of(p.dt_bias_dtype), {{p.HV, p.dt_bias_stride[0]}, {K, p.dt_bias_stride[1]}}),
       extent(p.cu_seqlens, p.cu_64 ? 8 : 4, {{p.N + 1, p.cu_stride}}),
+      of_sequences(p.state_indices, p.state_indices_stride, bytes_of(p.state_indices_dtype)),
+      of_sequences(p.write_indices, p.write_indices_stride, bytes_of(p.write_indices_dtype)),
+      of_sequences(p.fresh, p.fresh_stride, 1),
+      extent(p.checkpoint_indices, bytes_of(p.checkpoint_indices_dtype),
+             {{p.N, p.checkpoint_indices_stride[0]}, {p.checkpoint_columns, p.checkpoint_indices_stride[1]}}),
   };
-  for (const Extent& x : others) {
-    if (x.meets(out) || x.meets(final)) return true;
+  // What is written, and what may be updated in place or kept in it.
+  const Extent initial = states(p.initial_state, p.initial_stride, p.N, p.state_dtype);
+  const Extent final = states(p.final_state, p.final_stride, p.N, p.state_dtype);
+  const Extent pool = states(p.state_pool, p.pool_stride, p.slots, p.state_dtype);
+  const Extent checkpoints = states(p.checkpoints, p.checkpoint_stride, p.checkpoint_slots, p.checkpoint_dtype);
+  const Extent out = rows(p.out, p.out_stride, p.HV, {V, 1});
+  for (const Extent& x : inputs) {
+    if (x.meets(out) || x.meets(final) || x.meets(pool) || x.meets(checkpoints)) return true;
   }
-  bool in_place = p.initial_state == p.final_state;
-  for (int i = 0; i < 3; ++i) in_place = in_place && p.initial_stride[i] == p.final_stride[i];
-  if (out.meets(final) || out.meets(initial) || (final.meets(initial) && !in_place)) return true;
+  const bool updated = in_place(p.initial_state, p.initial_stride, p.final_state, p.final_stride);
+  const bool kept_in_pool = in_place(p.state_pool, p.pool_stride, p.checkpoints, p.checkpoint_stride) &&
+                            p.state_dtype == p.checkpoint_dtype && p.slots == p.checkpoint_slots;
+  for (const Extent& x : {final, initial, pool, checkpoints}) {
+    if (x.meets(out)) return true;
+  }
+  // There is a pool or there are the other two.
+  if ((final.meets(initial) && !updated) || (pool.meets(checkpoints) && !kept_in_pool)) return true;
+  if (checkpoints.meets(initial) || checkpoints.meets(final)) return true;
 
   uintptr_t bits = 0;
-  for (const void* x : {p.q, p.k, p.v, p.g, static_cast<const void*>(p.out), p.initial_state,
-                        static_cast<const void*>(p.final_state)}) {
+  for (const void* x :
+       {p.q, p.k, p.v, p.g, static_cast<const void*>(p.out), p.initial_state, static_cast<const void*>(p.final_state),
+        static_cast<const void*>(p.state_pool), static_cast<const void*>(p.checkpoints)}) {
     bits |= reinterpret_cast<uintptr_t>(x);
   }
   return bits % 16 != 0;

@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
   Ring ring;
   uint32_t states = 0;  // bit i: stage i held a state last
   for_tasks(a, s, [&](const Task& task) {
-    const int places = places_of_state(p, task);
+    const int places = places_of_state(task);
 #pragma unroll 1
     for (int place = 0; place < places; ++place, ++ring.chunk) {
       const uint32_t use = ring.use();
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
       s.full[ring.stage()].wait(use ^ 1), s.read[ring.stage()].wait(use ^ 1), s.empty[ring.stage()].wait(use ^ 1);
       if (lane == 0) raw_gate.arrive(), raw.arrive_and_expect_tx(HALF * CHANNELS * size);
       __syncwarp();
-      const int64_t at = task.sequence * p.initial_stride[0] + task.value_head * p.initial_stride[1];
+      const int64_t at = task.initial * p.initial_stride[0] + task.value_head * p.initial_stride[1];
 #pragma unroll 1
       for (int row = lane; row < HALF; row += 32) {
         const char* from =
@@ -107,7 +107,7 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
     uint32_t next = 0;
     if (const int lane = fresh_lane(); !queries && lane < task.length) next = load_beta(p, task, lane);
 #pragma unroll 1
-    for (int place = places_of_state(p, task); place > 0; --place, ++ring.chunk) {
+    for (int place = places_of_state(task); place > 0; --place, ++ring.chunk) {
       s.raw[ring.stage()].wait(ring.use());
       arrive_warp(s.ready[ring.stage()]);
     }
@@ -143,14 +143,38 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
   });
 }
 
-/// One warp per CTA: rows that belong to no sequence are zero.
-__device__ __forceinline__ void clear_padding(const kda_fwd_params& p) {
-  if (p.cu_seqlens == nullptr) return;
-  const int64_t first = offset_of(p, p.N), rows = (p.T - first) * p.HV;
+/// Zero in o of all heads for some tokens of a batch row; by a warp of every CTA.
+__device__ __forceinline__ void clear_tokens(const kda_fwd_params& p, int row, int64_t first, int64_t tokens) {
+  const int64_t rows = tokens * p.HV;
   for (int64_t i = blockIdx.x * 2 + threadIdx.x % 32 / 16; i < rows; i += gridDim.x * 2) {
     const int64_t t = first + i / p.HV, head = i % p.HV;
-    auto* out = static_cast<__nv_bfloat16*>(p.out) + t * p.out_stride[1] + head * p.out_stride[2];
+    auto* out =
+        static_cast<__nv_bfloat16*>(p.out) + row * p.out_stride[0] + t * p.out_stride[1] + head * p.out_stride[2];
     *reinterpret_cast<uint4*>(out + threadIdx.x % 16 * 8) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+/// One warp per CTA: o of what belongs to no sequence, or to one without a slot, is zero.
+__device__ __forceinline__ void clear_padding(const kda_fwd_params& p, const Shared& s) {
+  if (p.cu_seqlens != nullptr) {
+    const int64_t first = offset_of(p, p.N);
+    clear_tokens(p, 0, first, p.T - first);
+  }
+  if (p.state_indices == nullptr) return;
+  const int N = static_cast<int>(p.N);
+#pragma unroll 1
+  for (int at = 0; at < N; at += 32) {
+    const int n = at + threadIdx.x % 32;
+    uint32_t padding = __ballot_sync(~0u, n < N && slot_to_read(p, n) < 0);
+#pragma unroll 1
+    for (; padding != 0; padding &= padding - 1) {
+      const int sequence = at + __ffs(padding) - 1;
+      if (p.cu_seqlens == nullptr) {
+        clear_tokens(p, sequence, 0, p.T);
+      } else {
+        clear_tokens(p, 0, start_of(p, s, sequence), length_of(p, s, sequence));
+      }
+    }
   }
 }
 

@@ -129,7 +129,7 @@ __device__ __forceinline__ void invert_chunks(const Arguments& args, Shared& s) 
   uint32_t turns = 0;  // bit g: of group g
   for_tasks(args, s, [&](const Task& task) {
 #pragma unroll 1
-    for (int place = places_of_state(args.p, task); place > 0; --place, ++ring.chunk) {
+    for (int place = places_of_state(task); place > 0; --place, ++ring.chunk) {
       s.raw_gate[ring.stage()].wait(ring.use());
       arrive_warp(s.full[ring.stage()]);
     }

@@ -107,7 +107,7 @@ struct Chunks {
     while (ring.chunk >= end) {
       Task task;
       if (!next_task(a, s, position, task)) return false;
-      const int places = places_of_state(a.p, task);
+      const int places = places_of_state(task);
       ring.chunk = uniform(ring.chunk < end + places ? ring.chunk + GROUPS : ring.chunk);
       end += places + task.chunks(), tail = task.length % TOKENS, head = task.value_head;
     }

@@ -109,83 +109,88 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       copy_state(p, task, first_row);
       return;
     }
-    load_state(p, s, ring, group, down, state);
+    load_state(p, s, task, ring, group, down, state);
     uint32_t a[8][4];  // the state in bf16, an operand
     pack_state(state, a);
-    uint32_t done[2][4];  // o of the chunk before, to be stored under the products of this one
-    const uint32_t first = ring.chunk;
-    s.raw[ring.stage()].wait(ring.use());
+    // In parts, after each of which the state is kept.
+    for (int begin = 0, stop; begin < chunks; begin = stop) {
+      stop = p.checkpoints == nullptr ? chunks : min(begin + chunks_between_checkpoints(p), chunks);
+      uint32_t done[2][4];  // o of the chunk before, to be stored under the products of this one
+      const uint32_t first = ring.chunk;
+      s.raw[ring.stage()].wait(ring.use());
 #pragma unroll 1
-    for (const uint32_t end = ring.chunk + chunks; ring.chunk != end; ++ring.chunk) {
-      Stage& stage = s.stage[ring.stage()];
-      s.full[ring.stage()].wait(ring.use());
+      for (const uint32_t end = first + stop - begin; ring.chunk != end; ++ring.chunk) {
+        Stage& stage = s.stage[ring.stage()];
+        s.full[ring.stage()].wait(ring.use());
 
-      float d[32];       // Kd S, then Qd S
-      uint32_t v[2][4];  // V in bf16
-      const uint64_t kq = descriptor(stage.half[0].k, LayoutType::B128, 1024);
-      const uint64_t ak = descriptor(stage.gate(ring.use(), 0), LayoutType::B128, 1024, HALF_STRIDE);
-      const uint64_t aq = descriptor(stage.aq, LayoutType::B64, 512);
+        float d[32];       // Kd S, then Qd S
+        uint32_t v[2][4];  // V in bf16
+        const uint64_t kq = descriptor(stage.half[0].k, LayoutType::B128, 1024);
+        const uint64_t ak = descriptor(stage.gate(ring.use(), 0), LayoutType::B128, 1024, HALF_STRIDE);
+        const uint64_t aq = descriptor(stage.aq, LayoutType::B64, 512);
 
-      hold(d);
-      cute::warpgroup_arrive();
+        hold(d);
+        cute::warpgroup_arrive();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        multiply_state(d, a[i], operand_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32),
-                       i == 0 ? ScaleOut::Zero : ScaleOut::One);
+        for (int i = 0; i < 8; ++i) {
+          multiply_state(d, a[i], operand_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32),
+                         i == 0 ? ScaleOut::Zero : ScaleOut::One);
+        }
+        cute::warpgroup_commit_batch();
+        // Under the products, which read the packed state. The branches keep ptxas from moving it among them or after.
+        if (ring.chunk != first) store_output(s, ring.chunk - 1, group, lane, vector, done);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) load_transposed(v[h], stage.half[group].v + swizzled(16 * h + lane % 16, vector));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float4 decay = *reinterpret_cast<const float4*>(&stage.decay[decay_at(16 * j + lane % 4 * 2)]);
+          float* x = &state[8 * j];
+          x[0] *= decay.x, x[1] *= decay.y, x[2] *= decay.x, x[3] *= decay.y;
+          x[4] *= decay.z, x[5] *= decay.w, x[6] *= decay.z, x[7] *= decay.w;
+        }
+        hold(state);
+        if (ring.chunk != first)
+          send_output<false>(args, s, task, ring.chunk - 1, begin + ring.chunk - first - 1, group);
+        cute::warpgroup_wait<0>();
+        hold(d);
+        float o[16];  // a copy: ptxas cannot accumulate into a part of an earlier product's registers
+#pragma unroll
+        for (int i = 0; i < 16; ++i) o[i] = d[16 + i];
+        arrive_warp(s.read[ring.stage()]);
+        uint32_t r[2][4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float scale = i < 4 ? 1.0f : exact;
+          const uint32_t x = v[i / 4][i % 2 * 2 + i % 4 / 2];
+          r[i / 4][i % 4] = pack(fmaf(d[2 * i], -scale, low(x)), fmaf(d[2 * i + 1], -scale, high(x)));
+        }
+        hold(state), hold(o);
+        cute::warpgroup_arrive();
+        add_to_state(state, r[0], ak);
+        add_to_state(state, r[1], operand_at(ak, 16 * 128));
+        cute::warpgroup_commit_batch();
+        add_to_output(o, r[0], aq);
+        add_to_output(o, r[1], operand_at(aq, 32));
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<1>();
+        hold(state);
+        // Under the products of Aq. The wait for the next V, which is there long before its operands, keeps ptxas from
+        // moving it.
+        pack_state(state, a);
+        if (const Ring next{ring.chunk + 1}; next.chunk != end) s.raw[next.stage()].wait(next.use());
+        cute::warpgroup_wait<0>();
+        hold(o);
+        arrive_warp(s.empty[ring.stage()]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) done[h][i] = pack(o[8 * h + 2 * i] * result[h], o[8 * h + 2 * i + 1] * result[h]);
+        }
       }
-      cute::warpgroup_commit_batch();
-      // Under the products, which read the packed state. The branches keep ptxas from moving it among them or after.
-      if (ring.chunk != first) store_output(s, ring.chunk - 1, group, lane, vector, done);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) load_transposed(v[h], stage.half[group].v + swizzled(16 * h + lane % 16, vector));
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float4 decay = *reinterpret_cast<const float4*>(&stage.decay[decay_at(16 * j + lane % 4 * 2)]);
-        float* x = &state[8 * j];
-        x[0] *= decay.x, x[1] *= decay.y, x[2] *= decay.x, x[3] *= decay.y;
-        x[4] *= decay.z, x[5] *= decay.w, x[6] *= decay.z, x[7] *= decay.w;
-      }
-      hold(state);
-      if (ring.chunk != first) send_output<false>(args, s, task, ring.chunk - 1, ring.chunk - first - 1, group);
-      cute::warpgroup_wait<0>();
-      hold(d);
-      float o[16];  // a copy: ptxas cannot accumulate into a part of an earlier product's registers
-#pragma unroll
-      for (int i = 0; i < 16; ++i) o[i] = d[16 + i];
-      arrive_warp(s.read[ring.stage()]);
-      uint32_t r[2][4];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float scale = i < 4 ? 1.0f : exact;
-        const uint32_t x = v[i / 4][i % 2 * 2 + i % 4 / 2];
-        r[i / 4][i % 4] = pack(fmaf(d[2 * i], -scale, low(x)), fmaf(d[2 * i + 1], -scale, high(x)));
-      }
-      hold(state), hold(o);
-      cute::warpgroup_arrive();
-      add_to_state(state, r[0], ak);
-      add_to_state(state, r[1], operand_at(ak, 16 * 128));
-      cute::warpgroup_commit_batch();
-      add_to_output(o, r[0], aq);
-      add_to_output(o, r[1], operand_at(aq, 32));
-      cute::warpgroup_commit_batch();
-      cute::warpgroup_wait<1>();
-      hold(state);
-      // Under the products of Aq. The wait for the next V, which is there long before its operands, keeps ptxas from
-      // moving it.
-      pack_state(state, a);
-      if (const Ring next{ring.chunk + 1}; next.chunk != end) s.raw[next.stage()].wait(next.use());
-      cute::warpgroup_wait<0>();
-      hold(o);
-      arrive_warp(s.empty[ring.stage()]);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) done[h][i] = pack(o[8 * h + 2 * i] * result[h], o[8 * h + 2 * i + 1] * result[h]);
-      }
+      store_output(s, ring.chunk - 1, group, lane, vector, done);
+      send_output<true>(args, s, task, ring.chunk - 1, stop - 1, group);
+      keep_state(p, task, stop, first_row, up, state);
     }
-    store_output(s, ring.chunk - 1, group, lane, vector, done);
-    send_output<true>(args, s, task, ring.chunk - 1, chunks - 1, group);
-    store_state(p, task, first_row, up, state);
   });
   if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();  // shared memory is read until then
 }

@@ -23,13 +23,12 @@ __device__ __forceinline__ void put_quarter(uint2* to, const float4& x) {
   *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
 }
 
-/// Byte of a thread's first four channels in its first row of a task's state, and of 8 rows.
+/// Byte of a thread's first four channels in its first row of a head's state in a slot, and of 8 rows.
 struct Rows {
   int64_t first, step;
-  __device__ Rows(const int64_t (&stride)[3], int size, const Task& task, int first_row) {
+  __device__ Rows(const int64_t (&stride)[3], int size, int slot, int value_head, int first_row) {
     const int lane = threadIdx.x % 32, channel = lane % 2 * 8 + lane % 4 / 2 * 4;
-    first =
-        (task.sequence * stride[0] + task.value_head * stride[1] + (first_row + lane / 4) * stride[2] + channel) * size;
+    first = (slot * stride[0] + value_head * stride[1] + (first_row + lane / 4) * stride[2] + channel) * size;
     step = 8 * stride[2] * size;
   }
 };
@@ -54,9 +53,9 @@ __device__ __forceinline__ void store_rows(void* to, const Rows& rows, float sca
 }
 
 /// The initial state, which comes in the ring's next places.
-__device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, Ring& ring, int group, float scale,
-                                           State& state) {
-  if (p.initial_state == nullptr) {
+__device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, const Task& task, Ring& ring, int group,
+                                           float scale, State& state) {
+  if (task.initial < 0) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i] = 0.0f;
     return;
@@ -91,28 +90,48 @@ __device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, R
   }
 }
 
-__device__ __forceinline__ void store_state(const kda_fwd_params& p, const Task& task, int first_row, float scale,
-                                            const State& s) {
-  if (p.final_state == nullptr) return;
-  if (p.state_dtype == KDA_BF16) {
-    store_rows<uint2>(p.final_state, Rows(p.final_stride, 2, task, first_row), scale, s);
-  } else {
-    store_rows<float4>(p.final_state, Rows(p.final_stride, 4, task, first_row), scale, s);
+/// The slot for the checkpoint after some chunks of a task, -1 if there is none to be kept.
+__device__ __forceinline__ int checkpoint_of(const kda_fwd_params& p, const Task& task, int chunks) {
+  if (p.checkpoints == nullptr || chunks * TOKENS > task.length) return -1;
+  const int every = chunks_between_checkpoints(p), column = chunks / every - 1;
+  if (chunks % every != 0 || column >= p.checkpoint_columns) return -1;
+  const int64_t at = task.sequence * p.checkpoint_indices_stride[0] + column * p.checkpoint_indices_stride[1];
+  return slot_at(p.checkpoint_indices, at, p.checkpoint_indices_dtype, p.checkpoint_slots);
+}
+
+/// The state after some chunks of a task, to where it is asked for: as a checkpoint, and after the last as the final
+/// state.
+__device__ __forceinline__ void keep_state(const kda_fwd_params& p, const Task& task, int chunks, int first_row,
+                                           float scale, const State& s) {
+#pragma unroll 1
+  for (int final = 0; final < 2; ++final) {  // a loop, so that the code that stores is there once
+    const int64_t (&stride)[3] = final ? p.final_stride : p.checkpoint_stride;
+    const int slot =
+        final ? (chunks == task.chunks() ? slot_to_write(p, task.sequence) : -1) : checkpoint_of(p, task, chunks);
+    if (slot < 0) continue;
+    void* to = final ? p.final_state : p.checkpoints;
+    if ((final ? p.state_dtype : p.checkpoint_dtype) == KDA_BF16) {
+      store_rows<uint2>(to, Rows(stride, 2, slot, task.value_head, first_row), scale, s);
+    } else {
+      store_rows<float4>(to, Rows(stride, 4, slot, task.value_head, first_row), scale, s);
+    }
   }
 }
 
-/// The state of an empty sequence, bit for bit.
+/// The state of an empty sequence, bit for bit; nothing for padding.
 __device__ __forceinline__ void copy_state(const kda_fwd_params& p, const Task& task, int first_row) {
-  if (p.final_state == nullptr) return;
+  const int slot = slot_to_write(p, task.sequence);
+  if (slot < 0) return;
   auto copy = [&](auto quarter) {
     using Quarter = decltype(quarter);
     const int size = sizeof(Quarter) / 4;
-    const Rows from(p.initial_stride, size, task, first_row), to(p.final_stride, size, task, first_row);
+    const Rows from(p.initial_stride, size, task.initial, task.value_head, first_row);
+    const Rows to(p.final_stride, size, slot, task.value_head, first_row);
     const char* source = static_cast<const char*>(p.initial_state) + from.first;
     char* target = static_cast<char*>(p.final_state) + to.first;
 #pragma unroll 1
     for (int i = 0; i < 16; ++i, quarter = Quarter{}) {
-      if (p.initial_state) quarter = reinterpret_cast<const Quarter*>(source + i / 8 * from.step)[i % 8 * 4];
+      if (task.initial >= 0) quarter = reinterpret_cast<const Quarter*>(source + i / 8 * from.step)[i % 8 * 4];
       reinterpret_cast<Quarter*>(target + i / 8 * to.step)[i % 8 * 4] = quarter;
     }
   };

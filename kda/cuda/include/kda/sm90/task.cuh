@@ -21,8 +21,9 @@ __device__ __forceinline__ int chunks_of(int length) { return (length + TOKENS -
 
 /// One sequence of one value head.
 struct Task {
-  int row, start, length;  // batch row, first token, tokens
+  int row, start, length;  // batch row, first token, tokens; none of padding
   int sequence, head, value_head;
+  int initial;  // slot of the initial state, -1 for zero
 
   __device__ int chunks() const { return chunks_of(length); }
 };
@@ -43,6 +44,33 @@ __device__ __forceinline__ int length_of(const kda_fwd_params& p, const Shared& 
   return max(start_of(p, s, sequence + 1) - start_of(p, s, sequence), 0);
 }
 
+/// Entry i of some slots' numbers; -1 for what is none of `slots`.
+__device__ __forceinline__ int slot_at(const void* indices, int64_t i, int dtype, int64_t slots) {
+  int64_t slot;
+  switch (dtype) {
+    case KDA_INT8: slot = static_cast<const int8_t*>(indices)[i]; break;
+    case KDA_UINT8: slot = static_cast<const uint8_t*>(indices)[i]; break;
+    case KDA_INT16: slot = static_cast<const int16_t*>(indices)[i]; break;
+    case KDA_INT32: slot = static_cast<const int32_t*>(indices)[i]; break;
+    default: slot = static_cast<const int64_t*>(indices)[i];
+  }
+  return slot >= 0 && slot < slots ? static_cast<int>(slot) : -1;
+}
+
+/// The slot whose state a sequence begins from, unless it is fresh; -1 for padding.
+__device__ __forceinline__ int slot_to_read(const kda_fwd_params& p, int sequence) {
+  if (p.state_indices == nullptr) return sequence;
+  return slot_at(p.state_indices, sequence * p.state_indices_stride, p.state_indices_dtype, p.slots);
+}
+
+/// The slot for a sequence's final state, -1 for none.
+__device__ __forceinline__ int slot_to_write(const kda_fwd_params& p, int sequence) {
+  if (p.final_state == nullptr) return -1;
+  const int read = slot_to_read(p, sequence);
+  if (read < 0 || p.write_indices == nullptr) return read;
+  return slot_at(p.write_indices, sequence * p.write_indices_stride, p.write_indices_dtype, p.slots);
+}
+
 /// A number that is the same in all lanes, said so that the compiler knows it and keeps it in a uniform register.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
@@ -56,12 +84,24 @@ __device__ __forceinline__ Task task_of(const kda_fwd_params& p, const Shared& s
   } else {
     task.row = 0, task.start = uniform(start_of(p, s, sequence)), task.length = uniform(length_of(p, s, sequence));
   }
+  task.initial = p.initial_state == nullptr ? -1 : task.sequence;
+  if (p.state_pool != nullptr) {
+    const int read = slot_to_read(p, task.sequence);
+    const bool fresh = p.fresh != nullptr && static_cast<const bool*>(p.fresh)[task.sequence * p.fresh_stride];
+    task.initial = uniform(fresh ? -1 : read);
+    if (uniform(read) < 0) task.length = 0;
+  }
   return task;
 }
 
 /// Places in the ring that the initial state takes before a task's chunks: one for each group of consumers.
-__device__ __forceinline__ int places_of_state(const kda_fwd_params& p, const Task& task) {
-  return p.initial_state != nullptr && task.length > 0 ? GROUPS : 0;
+__device__ __forceinline__ int places_of_state(const Task& task) {
+  return task.initial >= 0 && task.length > 0 ? GROUPS : 0;
+}
+
+/// Chunks from one checkpoint of a sequence to the next.
+__device__ __forceinline__ int chunks_between_checkpoints(const kda_fwd_params& p) {
+  return static_cast<int>(p.checkpoint_every) / TOKENS;
 }
 
 __device__ __forceinline__ float load_float(const void* x, int64_t i, int dtype) {
