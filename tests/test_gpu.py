@@ -13,7 +13,8 @@ from targets import GPU, KERNELS, kernels
 from torch import Tensor
 
 import kda
-from kda.testing.cases import Case, arguments, fitted
+from kda.testing.cases import Case, PoolCase, arguments, fitted
+from kda.testing.pool import call_of, pool_of
 from kda.triton.config import TABLE, architecture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
@@ -85,6 +86,43 @@ def test_graph_replay_sees_changed_inputs(impl: str) -> None:
         expected = kda.fwd(**other, impl=impl)
         assert_equal(out, expected.o)
         assert_equal(final, expected.final_state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("impl", kernels())
+def test_graph_replay_on_a_pool(impl: str) -> None:
+    """Captured once; replayed with other slots, lengths and contents, padding and fresh sequences among them."""
+    kind = PoolCase(MODEL, 14, (1, 2, 3, 4), (5, 2, 3, 4), (False,) * 4, ((6, 7), (8, 9), (10, 11), (12, 13)))
+    static, states = call_of(kind, "cuda")
+    out = torch.empty_like(static["v"])
+    pool = pool_of(kind, states)
+
+    def run() -> None:
+        kda.fwd(**static, state_pool=pool, checkpoints=pool, out=out, impl=impl)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for other in (
+        dataclasses.replace(kind, reads=(13, -1, 0, 2), writes=(12, 11, -1, 2), kept=((1, 3), (4, 5), (6, 7), (8, 9))),
+        dataclasses.replace(
+            kind,
+            case=dataclasses.replace(MODEL, lengths=(64, 128, 65, 0), padding=125, seed=1),
+            fresh=(True, False, False, True),
+        ),
+        kind,
+    ):
+        call, states = call_of(other, "cuda")
+        for name in (*TOKENS, "A_log", "dt_bias", "cu_seqlens"):
+            static[name].copy_(call[name])
+        for name in ("state_indices", "write_indices", "fresh", "checkpoint_indices"):
+            static[name].copy_(call[name])
+        out.fill_(torch.nan)
+        pool.copy_(pool_of(other, states))
+        expected = pool.clone()
+        graph.replay()
+        assert_equal(out, kda.fwd(**call, state_pool=expected, checkpoints=expected, impl=impl).o)
+        assert_equal(pool, expected)
 
 
 def test_checks_refuse_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +229,27 @@ def test_states_beyond_32_bits_and_many_sequences(impl: str) -> None:
     assert_equal(result.o, expected.o)
     assert_equal(result.final_state[few], expected.final_state)  # type: ignore[index,arg-type]
     assert_equal(result.final_state[[1, N - 3]], kept)  # type: ignore[index]
+
+
+@pytest.mark.xdist_group("memory")
+@pytest.mark.parametrize("impl", kernels())
+def test_slots_beyond_32_bits(impl: str) -> None:
+    """Slots of a pool, and of checkpoints, that lie 2^31 elements and more from the first."""
+    call = arguments(fitted(Case(lengths=(70, 65), H=2, K=128, V=128), "cuda"), "cuda")
+    states = call.pop("initial_state")
+    del call["output_final_state"]
+    store = torch.empty(2 * (2**31 + 64) + states[0].numel(), device="cuda", dtype=torch.bfloat16)
+    far = store.as_strided((3, *states.shape[1:]), (2**31 + 64, *states.stride()[1:]))
+    near = torch.empty(3, *states.shape[1:], device="cuda", dtype=torch.bfloat16)
+    call["state_indices"] = torch.tensor([2, 1], device="cuda")
+    call["checkpoint_indices"] = torch.tensor([[0], [-1]], device="cuda")
+    results = []
+    for pool in (far, near):
+        pool[2], pool[1], pool[0] = states[0], states[1], torch.nan
+        results.append(kda.fwd(**call, state_pool=pool, checkpoints=pool, checkpoint_every=64, impl=impl).o)
+    assert_equal(results[0], results[1])
+    assert_equal(far.clone(), near)
+    assert near.isfinite().all()
 
 
 # ---- every row of the table

@@ -30,7 +30,12 @@ def _parser() -> argparse.ArgumentParser:
     fuzz = commands.add_parser("fuzz", help="draw cases at random and judge them, until the time is up")
     fuzz.add_argument("--seconds", type=float, default=60, help="how long (default 60)")
     fuzz.add_argument("--impl", choices=[*TABLE], help="implementation (default: every one that runs here, in turn)")
-    fuzz.add_argument("--operation", choices=["fwd", "step"], default="fwd", help="the call to attack (default fwd)")
+    fuzz.add_argument(
+        "--operation",
+        choices=["fwd", "step", "pool"],
+        default="fwd",
+        help="the call to attack; pool: fwd on one (default fwd)",
+    )
     fuzz.add_argument("--seed", type=int, help="start of the draws (default: random, printed)")
 
     replay = commands.add_parser("replay", help="run one case and say how far it is from the specification")

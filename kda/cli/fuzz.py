@@ -15,9 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kda import dispatch
 from kda.testing import pool
-from kda.testing.cases import DTYPES, Case, StepCase, fitted, within_hopper
+from kda.testing.cases import DTYPES, AnyCase, Case, fitted, within_hopper
 from kda.testing.judge import Finding, check, device_of, facts_of, reproducer
-from kda.testing.strategies import CHANNELS, cases, steps
+from kda.testing.strategies import CHANNELS, cases, pools, steps
 
 #: Examples of one hypothesis run; a new seed follows until the time is up, so that no draw database grows.
 ROUND = 200
@@ -31,7 +31,7 @@ class _Poisoned(BaseException):
     """A CUDA error: nothing more can run in this process, so the case is reported as drawn, not shrunk."""
 
 
-Judged = tuple[float, Case | StepCase]
+Judged = tuple[float, AnyCase]
 
 
 def _sigma(judged: Judged) -> float:
@@ -49,14 +49,15 @@ def _strategy(impl: str, device: str) -> st.SearchStrategy[Case]:
     return cases(dtypes)
 
 
-def _steps(impl: str, device: str) -> st.SearchStrategy[StepCase]:
-    """Steps with the rows of the forward's cases, whose channels are fewer where Triton is interpreted."""
-    return steps(_strategy(impl, device))
+def _drawn(impl: str, operation: str, device: str) -> st.SearchStrategy[AnyCase]:
+    """Cases of an operation; on a pool with the sequences of the forward's."""
+    sequences = _strategy(impl, device)
+    return {"fwd": lambda: sequences, "step": lambda: steps(sequences), "pool": lambda: pools(sequences)}[operation]()
 
 
-def _check(case: Case | StepCase, impl: str) -> float:
+def _check(case: AnyCase, impl: str) -> float:
     """Sigma of a case. Raises Finding."""
-    return (pool.check(case, impl) if isinstance(case, StepCase) else check(case, impl)).sigma
+    return (check(case, impl) if isinstance(case, Case) else pool.check(case, impl)).sigma
 
 
 def _small(impl: str) -> Case:
@@ -65,7 +66,8 @@ def _small(impl: str) -> Case:
 
 def reasons_against(impl: str, operation: str) -> tuple[str, ...]:
     """Why a small case of the operation does not run here; empty if it does."""
-    facts = replace(facts_of(_small(impl), device_of(impl)), operation=operation)
+    facts = facts_of(_small(impl), device_of(impl))
+    facts = replace(facts, pool=True) if operation == "pool" else replace(facts, operation=operation)
     return dispatch.explain_facts(facts, impl).reasons[impl]
 
 
@@ -78,7 +80,7 @@ def targets(impl: str | None, operation: str) -> list[str]:
 def _round(impl: str, operation: str, start: int, deadline: float, judged: list[Judged], progress: Progress) -> None:
     """One hypothesis run. Raises Finding with the smallest case it shrank to."""
     task = progress.task_ids[0]
-    strategy = (_steps if operation == "step" else _strategy)(impl, progress.tasks[0].fields["device"])
+    strategy = _drawn(impl, operation, progress.tasks[0].fields["device"])
 
     @seed(start)
     @settings(
@@ -91,7 +93,7 @@ def _round(impl: str, operation: str, start: int, deadline: float, judged: list[
         report_multiple_bugs=False,
     )
     @given(strategy)
-    def attack(case: Case | StepCase) -> None:
+    def attack(case: AnyCase) -> None:
         if time.monotonic() > deadline and not found:
             raise _TimeUp
         try:
@@ -111,7 +113,7 @@ def _round(impl: str, operation: str, start: int, deadline: float, judged: list[
             description=f"{impl}: {len(judged)} cases, worst {max(judged, key=_sigma)[0]:.2f} sigma",
         )
 
-    found: list[Case | StepCase] = []
+    found: list[AnyCase] = []
     try:
         attack()
     except FlakyFailure as error:  # it failed, and did not when repeated: a race looks like this

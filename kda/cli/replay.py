@@ -9,15 +9,15 @@ from kda import dispatch
 from kda.dispatch import Unsupported
 from kda.ref.error import SIGMAS
 from kda.testing import pool
-from kda.testing.cases import Case, StepCase
+from kda.testing.cases import Case, PoolCase, StepCase
 from kda.testing.judge import judge, reasons
 
 
-def _step(console: Console, case: StepCase, impl: str | None) -> int:
-    """Judge a step. Returns 1 if any implementation leaves the tolerance or harms the pool."""
+def _on_a_pool(console: Console, case: StepCase | PoolCase, impl: str | None) -> int:
+    """Judge a call on a pool. Returns 1 if any implementation leaves the tolerance or harms the pool."""
     table = Table("implementation", "sigma o", "sigma state", "pool")
     status = 2
-    for name in [impl] if impl else [name for name in dispatch.TABLE if dispatch.implementation(name).step]:
+    for name in [impl] if impl else list(dispatch.TABLE):
         try:
             d, wrong = pool.judge(case, name)
         except Unsupported as error:
@@ -34,8 +34,9 @@ def _step(console: Console, case: StepCase, impl: str | None) -> int:
 def run(console: Console, text: str, impl: str | None) -> int:
     """Judge the case on one implementation, or on every one that accepts it. Returns 1 if any leaves the tolerance."""
     try:
-        if text.strip().startswith("StepCase"):
-            return _step(console, StepCase.parse(text), impl)
+        for kind in (StepCase, PoolCase):
+            if text.strip().startswith(kind.__name__):
+                return _on_a_pool(console, kind.parse(text), impl)
         case = Case.parse(text)
     except ValueError as error:
         console.print(str(error), style="red", markup=False, highlight=False)

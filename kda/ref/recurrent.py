@@ -80,7 +80,7 @@ def step(problem: StepProblem) -> Tensor:
     rows = states.rows(problem, pool, facts.B)
     tokens = states.slots(problem.token_indices, pool)
     o = torch.zeros(problem.v.shape, dtype=dtype, device=problem.q.device)
-    for n, S in enumerate(states.of_pool(rows, pool, dtype)):  # all rows read the pool as it was
+    for n, S in enumerate(states.of_pool(rows, pool, dtype).mT):  # all rows read the pool as it was
         if rows.read[n] < 0:
             continue
         for t in range(facts.T):

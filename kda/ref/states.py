@@ -37,24 +37,23 @@ def rows(problem: Problem | StepProblem, pool: Tensor, N: int) -> Rows:
     return Rows(read, [-1 if at < 0 else to for at, to in zip(read, write, strict=True)], fresh)
 
 
-def of_pool(rows: Rows, pool: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The states [HV, K, V] that the rows begin from, copied; zero for padding."""
-    return [
-        torch.zeros_like(pool[0] if len(pool) else pool.new_empty(pool.shape[1:]), dtype=dtype).mT
-        if slot < 0 or fresh
-        else pool[slot].to(dtype, copy=True).mT
-        for slot, fresh in zip(rows.read, rows.fresh, strict=True)
-    ]
+def of_pool(rows: Rows, pool: Tensor, dtype: torch.dtype) -> Tensor:
+    """The states [N, HV, V, K] that the rows begin from, copied; zero for padding."""
+    states = pool.new_zeros(len(rows.read), *pool.shape[1:], dtype=dtype)
+    for n, (slot, fresh) in enumerate(zip(rows.read, rows.fresh, strict=True)):
+        if slot >= 0 and not fresh:
+            states[n] = pool[slot]
+    return states
 
 
 def initial(problem: Problem) -> Tensor:
     """The initial states with K first, [N, HV, K, V], in the dtype to compute in; zeros where none were given."""
     facts, dtype = problem.facts, problem.compute_dtype
-    zero = problem.q.new_zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype)
     if problem.state_pool is not None:
-        begin = of_pool(rows(problem, problem.state_pool, facts.N), problem.state_pool, dtype)
-        return torch.stack(begin) if begin else zero
-    return zero if problem.initial_state is None else problem.initial_state.to(dtype).transpose(-1, -2)
+        return of_pool(rows(problem, problem.state_pool, facts.N), problem.state_pool, dtype).mT
+    if problem.initial_state is not None:
+        return problem.initial_state.to(dtype).mT
+    return problem.q.new_zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype)
 
 
 def spans(problem: Problem) -> list[Span]:

@@ -172,6 +172,47 @@ class StepCase(_Printed):
             raise ValueError(f"tokens: expected {case.lengths[0]} a row, got {self.tokens}")
 
 
+@dataclass(frozen=True, repr=False)
+class PoolCase(_Printed):
+    """One call of `kda.fwd` on a pool of NaN but for the states that are read. Its repr is the reproducer.
+
+    case:   the sequences, with states.
+    slots:  of the pool, and of the checkpoints' own tensor.
+    reads:  state_indices; None for n = 0, 1, ...
+    writes, fresh: write_indices and fresh, None where they are left out.
+    kept:   checkpoint_indices; None for no checkpoints.
+    every:  checkpoint_every.
+    own:    checkpoints are kept in a tensor of their own, not in the pool.
+    kept_dtype: of that tensor.
+    index_dtype: of all indices.
+    """
+
+    case: Case
+    slots: int
+    reads: tuple[int, ...] | None = None
+    writes: tuple[int, ...] | None = None
+    fresh: tuple[bool, ...] | None = None
+    kept: tuple[tuple[int, ...], ...] | None = None
+    every: int = 64
+    own: bool = False
+    kept_dtype: str = "float32"
+    index_dtype: str = "int64"
+
+    def __post_init__(self) -> None:
+        if not self.case.initial_state:
+            raise ValueError("case: expected initial_state=True")
+        for name in ("reads", "writes", "fresh", "kept"):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.case.lengths):
+                raise ValueError(f"{name}: expected one for each of {len(self.case.lengths)} sequences, got {value}")
+        if self.kept is not None and len({len(row) for row in self.kept}) > 1:
+            raise ValueError(f"kept: expected as many slots for every sequence, got {self.kept}")
+
+
+#: A case of any of the library's calls.
+AnyCase = Case | StepCase | PoolCase
+
+
 def _uniform(noise: Generator, low: float, high: float, *shape: int) -> Tensor:
     return low + (high - low) * torch.rand(*shape, generator=noise, dtype=torch.float64, device=noise.device)
 

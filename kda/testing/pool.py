@@ -1,4 +1,4 @@
-"""Run a `StepCase` on an implementation and judge it: the rows against the oracle, the pool to the bit."""
+"""Run a call on a pool and judge it: o and final states against the oracle, the rest of the pool to the bit."""
 
 from __future__ import annotations
 
@@ -11,30 +11,36 @@ from torch import Tensor
 from kda import api, dispatch
 from kda.problem import Output
 from kda.ref.error import SIGMAS, Deviation, deviation, expect
-from kda.testing.cases import TOKENS, StepCase, arguments, in_fp64
+from kda.testing.cases import DTYPES, TOKENS, PoolCase, StepCase, arguments, in_fp64
 from kda.testing.judge import Finding, device_of, facts_of, reproducer
 
 
-def call_of(case: StepCase, device: str) -> tuple[dict[str, Any], Tensor]:
-    """The arguments of `kda.step` but for the pool, and the states [N, HV, V, K] that its rows begin with."""
+def call_of(case: StepCase | PoolCase, device: str) -> tuple[dict[str, Any], Tensor]:
+    """The arguments of the call but for pool and checkpoints, and the states [N, HV, V, K] that its rows begin with."""
     call = arguments(case.case, device)
     del call["output_final_state"]
     states = call.pop("initial_state")
     dtype = getattr(torch, case.index_dtype)
-    for name, values in (
-        ("state_indices", case.reads),
-        ("write_indices", case.writes),
-        ("token_indices", case.tokens),
-    ):
+    indices = {"state_indices": case.reads, "write_indices": case.writes}
+    if isinstance(case, StepCase):
+        indices["token_indices"] = case.tokens  # type: ignore[assignment]
+    elif case.kept is not None:
+        indices["checkpoint_indices"] = case.kept  # type: ignore[assignment]
+        call["checkpoint_every"] = case.every
+    for name, values in indices.items():
         if values is not None:
-            shape = states.shape[:1] if name != "token_indices" else call["q"].shape[:2]
+            shape = [len(states)] if name in ("state_indices", "write_indices") else [len(states), -1]
+            if not values:
+                shape = [0, 0] if len(shape) == 2 else [0]
             call[name] = torch.tensor(values, dtype=dtype, device=device).reshape(shape)
+    if isinstance(case, StepCase) and case.tokens is not None:
+        call["token_indices"] = call["token_indices"].reshape(call["q"].shape[:2])
     if case.fresh is not None:
         call["fresh"] = torch.tensor(case.fresh, dtype=torch.bool, device=device)
     return call, states
 
 
-def pool_of(case: StepCase, states: Tensor) -> Tensor:
+def pool_of(case: StepCase | PoolCase, states: Tensor) -> Tensor:
     """NaN, but for the states of the rows that are neither padding nor fresh."""
     pool = states.new_full((case.slots, *states.shape[1:]), torch.nan)
     for n, slot in enumerate(reads(case)):
@@ -43,7 +49,7 @@ def pool_of(case: StepCase, states: Tensor) -> Tensor:
     return pool
 
 
-def reads(case: StepCase) -> tuple[int, ...]:
+def reads(case: StepCase | PoolCase) -> tuple[int, ...]:
     """The slot that each row reads."""
     return tuple(range(len(case.case.lengths))) if case.reads is None else case.reads
 
@@ -53,20 +59,32 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
 
 
-def judge(case: StepCase, impl: str) -> tuple[Deviation, str]:
+def _rows(case: StepCase | PoolCase) -> tuple[list[int], list[int], tuple[int, ...]]:
+    """Rows that are no padding, rows that are, and the slot that each row's final state goes to."""
+    live = [n for n, slot in enumerate(reads(case)) if slot >= 0]
+    padding = [n for n, slot in enumerate(reads(case)) if slot < 0]
+    return live, padding, reads(case) if case.writes is None else case.writes
+
+
+def _begins(case: StepCase | PoolCase, call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the call without a pool, whose states begin as the pool's rows do."""
+    if case.fresh is not None:
+        call["initial_state"] = call["initial_state"].clone()
+        call["initial_state"][torch.tensor(case.fresh, dtype=torch.bool, device=call["q"].device)] = 0
+    return call
+
+
+def judge_step(case: StepCase, impl: str) -> tuple[Deviation, str]:
     """How far rows are from the oracle, and what is wrong with the pool: an empty text if nothing is."""
     call, states = call_of(case, device_of(impl))
-    N, live = len(case.case.lengths), [n for n, slot in enumerate(reads(case)) if slot >= 0]
-    writes = reads(case) if case.writes is None else case.writes
+    live, padding, writes = _rows(case)
     pool = pool_of(case, states)
     before = pool.clone()
     o = api.step(**call, state=pool, impl=impl)
 
     # The oracle has all rows; of those that leave no state in the pool it is asked for the output alone.
-    full = arguments(case.case)
-    if case.fresh is not None:
-        full["initial_state"][torch.tensor(case.fresh, dtype=torch.bool)] = 0
     facts = replace(facts_of(case.case), operation="step")
+    full = _begins(case, arguments(case.case))
     exact = expect(api.gather(**in_fp64(full))[0], dispatch.implementation(impl).rounding(facts))
     final = exact.final_state.to(pool.dtype)
     shown = exact.o.to(o.dtype)
@@ -77,7 +95,6 @@ def judge(case: StepCase, impl: str) -> tuple[Deviation, str]:
     d = deviation(Output(shown, final), exact)
 
     wrong = []
-    padding = [n for n in range(N) if n not in live]
     if bool(o[padding].any()):
         wrong.append("a padding row's output is not zero")
     named = {writes[n] for n in live} | {slot for n in live for slot in (case.tokens[n] if case.tokens else ())}
@@ -85,7 +102,7 @@ def judge(case: StepCase, impl: str) -> tuple[Deviation, str]:
     if not same(pool[others], before[others]):
         wrong.append("a slot that nothing writes has changed")
     if case.tokens is not None:
-        for t in range(case.case.lengths[0] if N else 0):
+        for t in range(case.case.lengths[0] if live else 0):
             prefix = {name: x[:, : t + 1] if name in TOKENS else x for name, x in call.items() if "indices" not in name}
             rows = states.clone()
             api.step(**prefix, state=rows, impl=impl)
@@ -94,11 +111,94 @@ def judge(case: StepCase, impl: str) -> tuple[Deviation, str]:
     return d, "; ".join(wrong)
 
 
-def check(case: StepCase, impl: str) -> Deviation:
+def _spans(case: PoolCase) -> list[tuple[int, slice]]:
+    """Batch row and tokens of each sequence."""
+    lengths = case.case.lengths
+    if not case.case.packed:
+        return [(n, slice(0, length)) for n, length in enumerate(lengths)]
+    return [(0, slice(sum(lengths[:n]), sum(lengths[: n + 1]))) for n in range(len(lengths))]
+
+
+def _prefix(case: PoolCase, call: dict[str, Any], states: Tensor, n: int, tokens: int, impl: str) -> Tensor:
+    """The final state of a call on the first tokens of sequence n alone."""
+    row, span = _spans(case)[n]
+    elsewhere = ("state_indices", "write_indices", "fresh", "checkpoints", "checkpoint_indices", "checkpoint_every")
+    own = {name: x for name, x in call.items() if name not in (*elsewhere, "cu_seqlens")}
+    for name in TOKENS:
+        own[name] = call[name][row : row + 1, span.start : span.start + tokens]
+    begin = states[n : n + 1].float()  # the same values, and a final state that is not rounded
+    if case.fresh and case.fresh[n]:
+        begin = torch.zeros_like(begin)
+    final = api.fwd(**own, initial_state=begin, output_final_state=True, impl=impl).final_state
+    return final[0].to(DTYPES[case.kept_dtype] if case.own else states.dtype)  # type: ignore[index]
+
+
+def judge_pool(case: PoolCase, impl: str) -> tuple[Deviation, str]:
+    """How far o and final states are from the oracle, and what is wrong with pool and checkpoints."""
+    call, states = call_of(case, device_of(impl))
+    live, padding, writes = _rows(case)
+    pool = pool_of(case, states)
+    kept, kept_before = pool, pool.clone()
+    if case.kept is not None:
+        if case.own:
+            kept = torch.full_like(pool, torch.nan, dtype=DTYPES[case.kept_dtype])
+            kept_before = kept.clone()
+        call["checkpoints"] = kept
+    before = pool.clone()
+    o = api.fwd(**call, state_pool=pool, impl=impl).o
+
+    full = _begins(case, arguments(case.case))
+    exact = expect(api.gather(**in_fp64(full))[0], dispatch.implementation(impl).rounding(facts_of(case.case)))
+    final, shown = exact.final_state.to(pool.dtype), exact.o.to(o.dtype)
+    spans = _spans(case)
+    for n in live:
+        row, span = spans[n]
+        shown[row, span] = o[row, span].cpu()
+        if writes[n] >= 0:
+            final[n] = pool[writes[n]].cpu()
+    d = deviation(Output(shown, final), exact)
+
+    wrong = []
+    if any(bool(o[spans[n]].any()) for n in padding):
+        wrong.append("a padding sequence's output is not zero")
+    if case.case.packed and bool(o[0, sum(case.case.lengths) :].any()):
+        wrong.append("a row after the last sequence is not zero")
+    due = [(n, m) for n in live for m in range(case.case.lengths[n] // case.every)] if case.kept is not None else []
+    into = {}
+    for n, m in due:
+        if m < len(case.kept[n]) and case.kept[n][m] >= 0:  # type: ignore[index]
+            into[case.kept[n][m]] = (n, (m + 1) * case.every)  # type: ignore[index]
+    named = {writes[n] for n in live} | (set() if case.own else set(into))
+    others = [slot for slot in range(case.slots) if slot not in named]
+    if not same(pool[others], before[others]):
+        wrong.append("a slot that nothing writes has changed")
+    others = [slot for slot in range(case.slots) if slot not in into]
+    if kept is not pool and not same(kept[others], kept_before[others]):
+        wrong.append("a slot for no checkpoint has changed")
+    bitwise = impl != "chunked"  # whose products are torch's, of other shapes then
+    for slot, (n, tokens) in into.items():
+        alone = _prefix(case, call, states, n, tokens, impl)
+        close = same(kept[slot], alone)
+        if not bitwise and not close:
+            size = float(alone.float().abs().max()) if alone.numel() else 0.0
+            error = float((kept[slot].float() - alone.float()).abs().max())
+            close = error <= 2 * torch.finfo(kept.dtype).eps * size + 1e-5 * size
+        if not close:
+            wrong.append(f"the checkpoint of sequence {n} after {tokens} tokens is not the call's on those")
+    return d, "; ".join(wrong)
+
+
+def judge(case: StepCase | PoolCase, impl: str) -> tuple[Deviation, str]:
+    """How far o and states are from the oracle, and what is wrong with the slots: an empty text if nothing is."""
+    return judge_step(case, impl) if isinstance(case, StepCase) else judge_pool(case, impl)
+
+
+def check(case: StepCase | PoolCase, impl: str) -> Deviation:
     """`judge`, raising `Finding` with the reproducer when anything is wrong."""
     d, wrong = judge(case, impl)
     if not d.accepted:
         wrong = "; ".join(filter(None, [wrong, f"{d.sigma:.3g} standard deviations (accepted: {SIGMAS:g})"]))
     if wrong:
-        raise Finding(reproducer(case, impl, f"{impl}, step: {wrong}"))
+        call = "step" if isinstance(case, StepCase) else "fwd on a pool"
+        raise Finding(reproducer(case, impl, f"{impl}, {call}: {wrong}"))
     return d

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from kda.testing.cases import BETAS, DECAYS, GATES, KEYS, STRIDES, Case, StepCase
+from kda.testing.cases import BETAS, DECAYS, GATES, KEYS, STRIDES, Case, PoolCase, StepCase
 
 #: Lengths at which tiles, blocks and chunks begin and end.
 EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -100,3 +100,32 @@ def steps(draw: st.DrawFn, of: st.SearchStrategy[Case], max_rows: int = 4, max_t
     fresh = tuple(draw(st.booleans()) for _ in range(N)) if draw(st.booleans()) else None
     index_dtype = draw(st.sampled_from(("int8", "int32", "int64")))
     return StepCase(case, max(slots, N), reads, writes, tokens, fresh, index_dtype)
+
+
+@st.composite
+def pools(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> PoolCase:
+    """A call of `kda.fwd` on a pool, with checkpoints, under the same rules. `of` draws the sequences."""
+    case = replace(draw(of), initial_state=True)
+    N, columns = len(case.lengths), draw(st.integers(0, 3))
+    slots = max(N * (columns + 2) + draw(st.integers(0, 2)), 1)
+    own = draw(st.permutations(range(slots)))  # dealt out: a sequence's to read, to write, and for its checkpoints
+    dealt = [own[n * (columns + 2) : (n + 1) * (columns + 2)] for n in range(N)]
+
+    def maybe(slot: int) -> int:
+        return draw(st.sampled_from((slot, slot, slot, slot, -1, -7)))
+
+    reads = tuple(maybe(row[0]) for row in dealt)
+    writes = tuple(maybe(row[draw(st.integers(0, 1))]) for row in dealt) if draw(st.booleans()) else None
+    kept = tuple(tuple(maybe(slot) for slot in row[2:]) for row in dealt) if draw(st.booleans()) else None
+    return PoolCase(
+        case,
+        slots,
+        reads,
+        writes,
+        fresh=tuple(draw(st.booleans()) for _ in range(N)) if draw(st.booleans()) else None,
+        kept=kept,
+        every=draw(st.sampled_from((64, 64, 128))),
+        own=draw(st.booleans()),
+        kept_dtype=draw(st.sampled_from(("float32", "bfloat16"))),
+        index_dtype=draw(st.sampled_from(("int8", "int16", "int32", "int64"))),
+    )

@@ -23,8 +23,8 @@ namespace {
 
 constexpr int THREADS = 640;
 
-/// FP16: for normalised keys and queries and weights of a sigmoid, see prepare.cuh.
-template <bool FP16>
+/// FP16: for normalised keys and queries and weights of a sigmoid, see prepare.cuh. SLOTS: with a pool or checkpoints.
+template <bool FP16, bool SLOTS>
 __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared);
@@ -50,19 +50,19 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
 
   if (group < 2) {
     cutlass::arch::warpgroup_reg_alloc<160>();
-    recur(args, s, group);
+    recur<SLOTS>(args, s, group);
   } else if (group < 4) {
     cutlass::arch::warpgroup_reg_dealloc<56>();
-    prepare<FP16>(args, s, group - 2);
+    prepare<FP16, SLOTS>(args, s, group - 2);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<48>();
     if (warp == 16) {
-      copy_in(args, s);
-      clear_padding(args.p, s);
+      copy_in<SLOTS>(args, s);
+      clear_padding<SLOTS>(args.p, s);
     } else if (warp < 19) {
-      look_at_rows(args, s, warp == 18);
+      look_at_rows<SLOTS>(args, s, warp == 18);
     } else {
-      invert_chunks<FP16>(args, s);
+      invert_chunks<FP16, SLOTS>(args, s);
     }
   }
 }
@@ -95,8 +95,11 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&strid
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-const void* const KERNELS[2] = {reinterpret_cast<const void*>(fwd_kernel<false>),
-                                reinterpret_cast<const void*>(fwd_kernel<true>)};
+/// By FP16, by SLOTS.
+const void* const KERNELS[2][2] = {
+    {reinterpret_cast<const void*>(fwd_kernel<false, false>), reinterpret_cast<const void*>(fwd_kernel<false, true>)},
+    {reinterpret_cast<const void*>(fwd_kernel<true, false>), reinterpret_cast<const void*>(fwd_kernel<true, true>)},
+};
 
 /// Multiprocessors of the current device, after the kernels were allowed its shared memory there.
 cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
@@ -108,7 +111,7 @@ cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
   if (multiprocessors > 0) return cudaSuccess;
   if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))
     return error;
-  for (const void* kernel : {KERNELS[0], KERNELS[1]}) {
+  for (const void* kernel : {KERNELS[0][0], KERNELS[0][1], KERNELS[1][0], KERNELS[1][1]}) {
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
       return error;
   }
@@ -144,8 +147,10 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   args.tasks = static_cast<int>(tasks);
   args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && tasks > grid;
   void* arguments[] = {&args};
-  return cudaLaunchKernel(KERNELS[p->use_qk_l2norm && p->use_beta_sigmoid], dim3(grid), dim3(THREADS), arguments,
-                          shared_bytes, static_cast<cudaStream_t>(stream));
+  const bool fp16 = p->use_qk_l2norm && p->use_beta_sigmoid;
+  const bool slots = p->state_pool != nullptr || p->checkpoints != nullptr;
+  return cudaLaunchKernel(KERNELS[fp16][slots], dim3(grid), dim3(THREADS), arguments, shared_bytes,
+                          static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace

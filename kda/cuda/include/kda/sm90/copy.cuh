@@ -9,6 +9,7 @@
 namespace kda::sm90 {
 
 /// One warp: the initial state of every task, then q, k, v, g of its chunks into the ring.
+template <bool SLOTS>
 __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
   using Hint = cute::TMA::CacheHintSm90;
   const kda_fwd_params& p = a.p;
@@ -16,7 +17,7 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
   const int lane = threadIdx.x % 32, size = p.state_dtype == KDA_BF16 ? 2 : 4;
   Ring ring;
   uint32_t states = 0;  // bit i: stage i held a state last
-  for_tasks(a, s, [&](const Task& task) {
+  for_tasks<SLOTS>(a, s, [&](const Task& task) {
     const int places = places_of_state(task);
 #pragma unroll 1
     for (int place = 0; place < places; ++place, ++ring.chunk) {
@@ -100,10 +101,11 @@ __device__ __forceinline__ float activate_beta(const kda_fwd_params& p, uint32_t
 
 /// Two warps, one for k and g, one for q and v: norms, the activated beta, and what a tile holds beyond the sequence's
 /// end, made harmless: k = q = v = 0 and a gate of -inf, the bounded gate's zero.
+template <bool SLOTS>
 __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool queries) {
   const kda_fwd_params& p = a.p;
   Ring ring;
-  for_tasks(a, s, [&](const Task& task) {
+  for_tasks<SLOTS>(a, s, [&](const Task& task) {
     uint32_t next = 0;
     if (const int lane = fresh_lane(); !queries && lane < task.length) next = load_beta(p, task, lane);
 #pragma unroll 1
@@ -155,17 +157,18 @@ __device__ __forceinline__ void clear_tokens(const kda_fwd_params& p, int row, i
 }
 
 /// One warp per CTA: o of what belongs to no sequence, or to one without a slot, is zero.
+template <bool SLOTS>
 __device__ __forceinline__ void clear_padding(const kda_fwd_params& p, const Shared& s) {
   if (p.cu_seqlens != nullptr) {
     const int64_t first = offset_of(p, p.N);
     clear_tokens(p, 0, first, p.T - first);
   }
-  if (p.state_indices == nullptr) return;
+  if (!SLOTS || p.state_indices == nullptr) return;
   const int N = static_cast<int>(p.N);
 #pragma unroll 1
   for (int at = 0; at < N; at += 32) {
     const int n = at + threadIdx.x % 32;
-    uint32_t padding = __ballot_sync(~0u, n < N && slot_to_read(p, n) < 0);
+    uint32_t padding = __ballot_sync(~0u, n < N && slot_to_read<SLOTS>(p, n) < 0);
 #pragma unroll 1
     for (; padding != 0; padding &= padding - 1) {
       const int sequence = at + __ffs(padding) - 1;

@@ -123,11 +123,11 @@ __device__ __forceinline__ void merge(float* lower, char* inverse, int lane) {
 }
 
 /// The role of a warp: every chunk of this CTA.
-template <bool FP16>
+template <bool FP16, bool SLOTS>
 __device__ __forceinline__ void invert_chunks(const Arguments& args, Shared& s) {
   Ring ring;
   uint32_t turns = 0;  // bit g: of group g
-  for_tasks(args, s, [&](const Task& task) {
+  for_tasks<SLOTS>(args, s, [&](const Task& task) {
 #pragma unroll 1
     for (int place = places_of_state(task); place > 0; --place, ++ring.chunk) {
       s.raw_gate[ring.stage()].wait(ring.use());

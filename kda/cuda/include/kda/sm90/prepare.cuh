@@ -93,6 +93,7 @@ __device__ __forceinline__ void store_queries(const float (&d)[16], float exact,
 }
 
 /// The chunks of one group of producers: `group`, `group + GROUPS`, ... of this CTA's.
+template <bool SLOTS>
 struct Chunks {
   const Arguments& a;
   const Shared& s;
@@ -106,7 +107,7 @@ struct Chunks {
   __device__ __forceinline__ bool seek() {
     while (ring.chunk >= end) {
       Task task;
-      if (!next_task(a, s, position, task)) return false;
+      if (!next_task<SLOTS>(a, s, position, task)) return false;
       const int places = places_of_state(task);
       ring.chunk = uniform(ring.chunk < end + places ? ring.chunk + GROUPS : ring.chunk);
       end += places + task.chunks(), tail = task.length % TOKENS, head = task.value_head;
@@ -118,11 +119,11 @@ struct Chunks {
 
 /// The role of a producer warpgroup. While a chunk's triangle is inverted elsewhere, the group sums the gates of its
 /// next.
-template <bool FP16>
+template <bool FP16, bool SLOTS>
 __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int group) {
   const kda_fwd_params& p = args.p;
   const int warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
-  Chunks chunks{args, s, Ring{static_cast<uint32_t>(group)}};
+  Chunks<SLOTS> chunks{args, s, Ring{static_cast<uint32_t>(group)}};
   Ring seen = chunks.ring;  // the place after the last chunk's
 
   // Places of states are waited for and handed back as those of chunks are: a wait tells a barrier's phase from the one

@@ -91,6 +91,7 @@ __device__ __forceinline__ void send_output(const Arguments& a, Shared& s, const
 }
 
 /// The role of a consumer warpgroup: columns 64 `group` .. of V, every chunk of this CTA.
+template <bool SLOTS>
 __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int group) {
   using namespace cute::SM90::GMMA;
   const kda_fwd_params& p = args.p;
@@ -103,10 +104,10 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
   Ring ring;
   State state;
 
-  for_tasks(args, s, [&](const Task& task) {
+  for_tasks<SLOTS>(args, s, [&](const Task& task) {
     const int chunks = task.chunks();
     if (chunks == 0) {
-      copy_state(p, task, first_row);
+      copy_state<SLOTS>(p, task, first_row);
       return;
     }
     load_state(p, s, task, ring, group, down, state);
@@ -114,7 +115,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
     pack_state(state, a);
     // In parts, after each of which the state is kept.
     for (int begin = 0, stop; begin < chunks; begin = stop) {
-      stop = p.checkpoints == nullptr ? chunks : min(begin + chunks_between_checkpoints(p), chunks);
+      stop = !SLOTS || p.checkpoints == nullptr ? chunks : min(begin + chunks_between_checkpoints(p), chunks);
       uint32_t done[2][4];  // o of the chunk before, to be stored under the products of this one
       const uint32_t first = ring.chunk;
       s.raw[ring.stage()].wait(ring.use());
@@ -189,7 +190,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       }
       store_output(s, ring.chunk - 1, group, lane, vector, done);
       send_output<true>(args, s, task, ring.chunk - 1, stop - 1, group);
-      keep_state(p, task, stop, first_row, up, state);
+      keep_state<SLOTS>(p, task, stop, first_row, up, state);
     }
   });
   if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();  // shared memory is read until then

@@ -101,13 +101,18 @@ __device__ __forceinline__ int checkpoint_of(const kda_fwd_params& p, const Task
 
 /// The state after some chunks of a task, to where it is asked for: as a checkpoint, and after the last as the final
 /// state.
+template <bool SLOTS>
 __device__ __forceinline__ void keep_state(const kda_fwd_params& p, const Task& task, int chunks, int first_row,
                                            float scale, const State& s) {
 #pragma unroll 1
-  for (int final = 0; final < 2; ++final) {  // a loop, so that the code that stores is there once
+  for (int final = SLOTS ? 0 : 1; final < 2; ++final) {  // a loop, so that the code that stores is there once
     const int64_t (&stride)[3] = final ? p.final_stride : p.checkpoint_stride;
-    const int slot =
-        final ? (chunks == task.chunks() ? slot_to_write(p, task.sequence) : -1) : checkpoint_of(p, task, chunks);
+    int slot;
+    if (final) {
+      slot = chunks == task.chunks() ? slot_to_write<SLOTS>(p, task.sequence) : -1;
+    } else {
+      slot = checkpoint_of(p, task, chunks);
+    }
     if (slot < 0) continue;
     void* to = final ? p.final_state : p.checkpoints;
     if ((final ? p.state_dtype : p.checkpoint_dtype) == KDA_BF16) {
@@ -119,8 +124,9 @@ __device__ __forceinline__ void keep_state(const kda_fwd_params& p, const Task& 
 }
 
 /// The state of an empty sequence, bit for bit; nothing for padding.
+template <bool SLOTS>
 __device__ __forceinline__ void copy_state(const kda_fwd_params& p, const Task& task, int first_row) {
-  const int slot = slot_to_write(p, task.sequence);
+  const int slot = slot_to_write<SLOTS>(p, task.sequence);
   if (slot < 0) return;
   auto copy = [&](auto quarter) {
     using Quarter = decltype(quarter);
