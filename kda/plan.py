@@ -43,7 +43,7 @@ _OUT, _INITIAL, _FINAL, _POOL, _KEPT = (
 _STEP_STATE, _STEP_OUT = STEP_TENSORS.index("state"), STEP_TENSORS.index("out")
 _STEP_INDICES = slice(STEP_TENSORS.index("state_indices"), STEP_TENSORS.index("fresh"))
 #: Those whose rows are asked to be of whole vectors; see `problem.aligned`.
-_rows = itemgetter(*map(TENSORS.index, validate.ROWS))
+_rows = itemgetter(*(TENSORS.index(name) for name in validate.ROWS if name in TENSORS))
 _address = Tensor.data_ptr
 _is_nested = attrgetter("is_nested")
 
@@ -134,18 +134,19 @@ class StepPlan(_Remembered):
         run: Callable[[Implementation, StepProblem], Tensor],
     ) -> Tensor | None:
         """A call that the plan serves, by `run`; None if it needs a closer look."""
-        addresses = [*map(_address, tensors)]
-        if not (_alone(_STEP_STATE, addresses, self.sizes) and _alone(_STEP_OUT, addresses, self.sizes)):
-            return None
         indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
         validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
         if implementation.step_again is not None:
-            facts, memo = self.fields["facts"], self.fields["memo"]
-            if (done := implementation.step_again(facts, memo, tensors, addresses)) is not None:
-                return done
+            return implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, self.apart)
+        if not self.apart([*map(_address, tensors)]):
+            return None
         problem = object.__new__(StepProblem)
         _fill(problem.__dict__, self.fields, STEP_TENSORS, tensors, self.views)
         return run(implementation, problem)
+
+    def apart(self, addresses: list[int]) -> bool:
+        """Whether no buffer lies on another tensor."""
+        return _alone(_STEP_STATE, addresses, self.sizes) and _alone(_STEP_OUT, addresses, self.sizes)
 
 
 def _alone(buffer: int, addresses: Sequence[int], sizes: Sequence[int]) -> bool:

@@ -273,8 +273,8 @@ class Implementation:
                   the tensors in the order of TENSORS, `ABSENT` for what is not there. It has to look for buffers that
                   lie on other tensors, and for addresses that are not aligned. None if validation has to look again.
     step:         `kda.step`, the state updated in place; None where there is none, which `reasons` says then.
-    step_again:   `step` for a repeated call: from the facts, memo, tensors in the order of STEP_TENSORS as for `again`,
-                  and their addresses. No buffer lies on another tensor. None if `step` has to do it.
+    step_again:   `step` for a repeated call, as `again`, with the tensors in the order of STEP_TENSORS. The last
+                  argument tells from their addresses whether no buffer lies on another tensor.
     """
 
     name: str
@@ -287,4 +287,6 @@ class Implementation:
     notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])
     again: Callable[[Facts, dict[str, Any], list[Tensor]], Output | None] | None = None
     step: Callable[[StepProblem], Tensor] | None = None
-    step_again: Callable[[Facts, dict[str, Any], list[Tensor], list[int]], Tensor | None] | None = None
+    step_again: Callable[[Facts, dict[str, Any], list[Tensor], Callable[[list[int]], bool]], Tensor | None] | None = (
+        None
+    )

@@ -86,7 +86,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     there = Machine(tmp_path / "bin", headers(tmp_path / "cutlass"), tmp_path / "the cache: $1", tmp_path / "the $rc")
     script(there.bin / "nvcc", NVCC)
     there.tell(version=release("13.0"), delay=0, output="", status=0)
-    for name, text in {"csrc/one.cu": "1", "csrc/two.cu": "2", "include/kda/fwd.h": "#define KDA_ABI 7\n"}.items():
+    for name, text in {"csrc/one.cu": "1", "csrc/two.cu": "2", "include/kda/abi.h": "#define KDA_ABI 7\n"}.items():
         (there.source / name).parent.mkdir(parents=True, exist_ok=True)
         (there.source / name).write_text(text)
     for name in SETTINGS:

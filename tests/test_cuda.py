@@ -14,7 +14,7 @@ from targets import HOPPER, parameter
 from torch import Tensor
 
 import kda
-import kda.cuda.fwd
+import kda.cuda.launch
 from kda import api, dispatch, plan, validate
 from kda.cuda import library
 from kda.cuda.params import FwdParams
@@ -169,7 +169,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(library, "load", lambda: recorder)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(kda.cuda.fwd, "current_stream", lambda device: 77)
+    monkeypatch.setattr(kda.cuda.launch, "current_stream", lambda device: 77)
     return recorder
 
 
@@ -220,7 +220,7 @@ def test_the_device_of_the_tensors_is_the_current_one_at_the_launch(
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", Entered)
-    monkeypatch.setattr(fwd, "current_stream", stream)
+    monkeypatch.setattr(kda.cuda.launch, "current_stream", stream)
     problem = api.gather(**arguments(within_hopper(Case(lengths=(5,)))))[0]
     on_other = type(
         "OnOther", (), {"device": torch.device("cuda", 1), "__getattr__": lambda _, name: getattr(problem.q, name)}

@@ -21,7 +21,7 @@ import kda.cuda
 from kda import api, dispatch, validate
 from kda.cuda import build, resources
 from kda.numerics import cuda_header
-from kda.problem import TENSORS, Missing
+from kda.problem import STEP_TENSORS, TENSORS, Missing
 from kda.testing.cases import Case, arguments
 
 ROOT = Path(__file__).parents[1]
@@ -60,21 +60,24 @@ def test_what_the_library_needs(library):
 def test_what_the_library_exports(library):
     lines = tool("nm", "-D", "--defined-only", library).splitlines()
     names = {line.split()[-1] for line in lines}
-    header = (build.SOURCE / "include" / "kda" / "fwd.h").read_text()
+    header = (build.SOURCE / "include" / "kda" / "abi.h").read_text()
     assert names == set(re.findall(r"^\w[\w *]*\b(kda_\w+)\(", header, re.M))
 
 
 def test_the_structures_are_those_of_the_header(tmp_path):
-    """Every field of `FwdParams` lies where the C compiler puts it, and none is left out."""
+    """Every field lies where the C compiler puts it, and none is left out."""
     from kda.cuda.library import REFUSED
-    from kda.cuda.params import DTYPES, FwdParams
+    from kda.cuda.params import DTYPES, GATES, FwdParams, StepParams
 
-    lines = ["#include <stddef.h>", '#include "kda/fwd.h"']
-    lines.append(f'_Static_assert(sizeof(struct kda_fwd_params) == {ctypes.sizeof(FwdParams)}, "size");')
-    for name, *_ in FwdParams._fields_:
-        field = getattr(FwdParams, name)
-        offset, size = f"offsetof(struct kda_fwd_params, {name})", f"sizeof(((struct kda_fwd_params*)0)->{name})"
-        lines.append(f'_Static_assert({offset} == {field.offset} && {size} == {field.size}, "{name}");')
+    lines = ["#include <stddef.h>", '#include "kda/abi.h"']
+    for structure, name_in_c in ((FwdParams, "kda_fwd_params"), (StepParams, "kda_step_params")):
+        lines.append(f'_Static_assert(sizeof(struct {name_in_c}) == {ctypes.sizeof(structure)}, "size");')
+        for name, *_ in structure._fields_:
+            field = getattr(structure, name)
+            offset, size = f"offsetof(struct {name_in_c}, {name})", f"sizeof(((struct {name_in_c}*)0)->{name})"
+            lines.append(f'_Static_assert({offset} == {field.offset} && {size} == {field.size}, "{name}");')
+    for gate, number in GATES.items():
+        lines.append(f'_Static_assert(KDA_{gate.name} == {number}, "{gate}");')
     for dtype, number in DTYPES.items():
         short = str(dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP").upper()
         lines.append(f'_Static_assert(KDA_{short} == {number}, "{dtype}");')
@@ -86,10 +89,12 @@ def test_the_structures_are_those_of_the_header(tmp_path):
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory):
     """`kda::refused` of extents.h, of a call as the kernel is given it."""
-    from kda.cuda import fwd
+    from kda.cuda import fwd, step
 
     folder = tmp_path_factory.mktemp("extents")
-    lines = ['#include "kda/extents.h"', 'extern "C" int refused(const kda_fwd_params* p) { return kda::refused(*p); }']
+    lines = ['#include "kda/extents.h"']
+    for call in ("fwd", "step"):
+        lines.append(f'extern "C" int {call}(const kda_{call}_params* p) {{ return kda::refused(*p); }}')
     (folder / "kda").mkdir()
     (folder / "kda" / "numerics.h").write_text(cuda_header())
     (folder / "extents.cc").write_text("\n".join([*lines, ""]))
@@ -104,15 +109,20 @@ def refused(tmp_path_factory):
         f"-I{folder}",
     ]
     tool("g++", *flags, folder / "extents.cc", "-o", folder / "extents.so")
-    function = ctypes.CDLL(str(folder / "extents.so")).refused
-    function.argtypes = [ctypes.c_char_p]
+    compiled = ctypes.CDLL(str(folder / "extents.so"))
+    compiled.fwd.argtypes = compiled.step.argtypes = [ctypes.c_char_p]
 
     def ask(call):
         call = {"out": torch.empty_like(call["v"]), **call}
-        problem = api.gather(**call)[0]
-        tensors = {name: call.get(name) for name in TENSORS}
-        addresses = [0 if x is None else x.data_ptr() for x in tensors.values()]
-        return bool(function(fwd._ADDRESSES.pack(*addresses) + fwd._parameters(problem, tensors)))
+        if "state" in call:
+            flags = {name: call.get(name) for name in ("scale", "token_indices", "write_indices", "fresh")}
+            problem, host, names = validate.step(**{**flags, **call}), step, STEP_TENSORS
+        else:
+            problem, host, names = api.gather(**call)[0], fwd, TENSORS
+        tensors = {name: call.get(name) for name in names}
+        addresses = host._ADDRESSES.pack(*(0 if x is None else x.data_ptr() for x in tensors.values()))
+        function = compiled.step if host is step else compiled.fwd
+        return bool(function(addresses + host._parameters(problem, tensors)))
 
     return ask
 
@@ -145,7 +155,6 @@ def on_a_pool(call):
 )
 def test_buffers_on_other_tensors_are_refused(refused, monkeypatch, buffer, other):
     """Before the first byte, over it, over the last one, and after it: as validation says."""
-    monkeypatch.setattr("kda.validate.fwd.require_writable", lambda *_: None)
     case = Case(lengths=(20, 0, 5), H=2, group=2, K=128, V=128)
     call = arguments(case)
     if "final_state" in (buffer, other):
@@ -154,6 +163,27 @@ def test_buffers_on_other_tensors_are_refused(refused, monkeypatch, buffer, othe
         call = {**call, **{name: x for name, x in on_a_pool(call).items() if name.startswith("checkpoint")}}
     elif {buffer, other} & (SLOTS | {"checkpoints", "checkpoint_indices"}):
         call = on_a_pool(call)
+    over_and_beside(refused, monkeypatch, call, buffer, other)
+
+
+@pytest.mark.parametrize("buffer", ["out", "state"])
+@pytest.mark.parametrize("other", STEP_TENSORS)
+def test_buffers_of_a_step_on_other_tensors_are_refused(refused, monkeypatch, buffer, other):
+    if buffer == other:
+        pytest.skip("a buffer is not compared with itself")
+    call = arguments(Case(lengths=(2,) * 3, packed=False, H=2, group=2, K=128, V=128))
+    call["state"] = call.pop("initial_state")
+    del call["output_final_state"]
+    for name in ("state_indices", "write_indices"):
+        call[name] = torch.arange(3, dtype=torch.int32)
+    call["token_indices"], call["fresh"] = torch.full((3, 2), -1), torch.zeros(3, dtype=torch.bool)
+    over_and_beside(refused, monkeypatch, call, buffer, other)
+
+
+def over_and_beside(refused, monkeypatch, call, buffer, other):
+    """A buffer around another tensor of the call, byte by byte where it matters."""
+    for module in ("fwd", "pool"):
+        monkeypatch.setattr(f"kda.validate.{module}.require_writable", lambda *_: None)
     store = torch.zeros(1 << 23, dtype=torch.uint8)
 
     def put(x, at):
@@ -164,9 +194,8 @@ def test_buffers_on_other_tensors_are_refused(refused, monkeypatch, buffer, othe
 
     if other == "out":
         call["out"] = torch.empty_like(call["v"])
-    made = (
-        call["v"] if buffer == "out" else next(call[name] for name in ("initial_state", "state_pool") if name in call)
-    )
+    states = ("initial_state", "state_pool", "state")
+    made = call["v"] if buffer == "out" else next(call[name] for name in states if name in call)
     made = torch.empty_like(made)
     middle = 1 << 21
     call[other] = put(call[other], middle)

@@ -17,12 +17,12 @@ import kda.ref.recurrent
 from kda import api, dispatch, plan, validate
 from kda.problem import Output, StepProblem
 from kda.ref.error import deviation
-from kda.testing.cases import TOKENS, Case, StepCase, arguments
+from kda.testing.cases import TOKENS, Case, StepCase, arguments, fitted_step
 from kda.testing.judge import Finding, expected
 from kda.testing.pool import check
 from kda.testing.strategies import cases, steps
 
-IMPLS = ("recurrent", "triton")
+IMPLS = ("recurrent", *KERNELS)
 Step = Callable[[StepProblem], Tensor]
 #: Rows and tokens of a call, and what a case says about all else.
 MODEL = Case(lengths=(2,) * 5, packed=False, H=2, group=2, K=24, V=40)
@@ -51,7 +51,7 @@ def impls() -> list:
 
 def call_of(case: Case, impl: str) -> tuple[dict[str, Any], Tensor]:
     """The arguments of `step` but for the pool, and the states [N, HV, V, K]."""
-    call = arguments(case, device(impl))
+    call = arguments(fitted_step(case, impl), device(impl))
     call.pop("output_final_state")
     states = call.pop("initial_state")
     return {**call, "impl": impl}, states
@@ -86,7 +86,7 @@ def test_the_recurrence_is_that_of_fwd(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_specification(impl: str, name: str) -> None:
     """Within the rounding that the implementation declares for a step, in slots of a pool full of NaN."""
-    case = CASES[name]
+    case = fitted_step(CASES[name], impl)
     call, states = call_of(case, impl)
     at = list(range(1, 2 * len(case.lengths), 2))[::-1]
     pool = pool_of(states, 2 * len(case.lengths) + 1, at)
@@ -111,7 +111,7 @@ def test_drawn_patterns(impl: str) -> None:
     @settings(max_examples=60 if GPU else 20, deadline=None, derandomize=True, database=None)
     @given(steps(ROWS))
     def attack(case: StepCase) -> None:
-        check(case, impl)
+        check(replace(case, case=fitted_step(case.case, impl)), impl)
 
     attack()
 
@@ -229,14 +229,17 @@ def test_layouts(impl: str) -> None:
     exact = states.clone()
     expected_o = kda.step(**call, state=exact)
     N, HV, V, K = states.shape
-    for make in (
+    makers = [
         lambda: torch.full((N, HV * V * K + 48), torch.nan, device=states.device)[:, 16:-32].unflatten(1, (HV, V, K)),
         lambda: torch.full((HV, N, V, K), torch.nan, device=states.device).transpose(0, 1),
         lambda: torch.full((N, HV, K, V), torch.nan, device=states.device).mT,
-    ):
+    ]
+    for make in makers[: 2 if impl == "cuda" else 3]:
         pool = make()
         pool.copy_(states)
-        out = torch.full((N, 2, HV, V, 2), torch.nan, dtype=torch.bfloat16, device=states.device)[..., 0]
+        wide = (N, 2, HV, 2, V) if impl == "cuda" else (N, 2, HV, V, 2)
+        out = torch.full(wide, torch.nan, dtype=torch.bfloat16, device=states.device)
+        out = out[..., 0, :] if impl == "cuda" else out[..., 0]
         indices = torch.arange(2 * N, device=states.device)[::2] // 2
         assert kda.step(**call, state=pool, state_indices=indices, out=out) is out
         tolerance = 0 if pool.stride(3) == 1 else 1e-6  # where K has a stride, sums over K are in another order
@@ -409,8 +412,14 @@ def test_who_runs_it() -> None:
     there = replace(facts, operation="step", K=128, V=128)
     assert dispatch.explain_facts(there).chosen == "recurrent"
     on_hopper = dispatch.explain_facts(replace(there, device="cuda", capability=(9, 0)))
-    assert on_hopper.chosen in ("triton", None)  # None where Triton is not installed
-    assert "there is no step here" in on_hopper.reasons["cuda"][0]
+    missing = dispatch.implementation("cuda").unavailable()
+    assert on_hopper.chosen == ("triton" if missing else "cuda")
+    assert on_hopper.reasons["cuda"] == ((missing,) if missing else ())
+    odd = replace(there, device="cuda", capability=(9, 0), K=64, unaligned=("g", "state"))
+    assert [reason.split(":")[0].split(";")[0] for reason in dispatch.explain_facts(odd).reasons["cuda"]][:2] == [
+        "K is 64",
+        "g, state",
+    ]
     with pytest.raises(kda.Unsupported, match="chunked: there is no step here"):
         kda.step(**dict(call, impl="chunked"), state=states)
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kda import dispatch
 from kda.testing import pool
-from kda.testing.cases import DTYPES, AnyCase, Case, fitted, within_hopper
+from kda.testing.cases import DTYPES, AnyCase, Case, StepCase, fitted, fitted_step, within_hopper
 from kda.testing.judge import Finding, check, device_of, facts_of, reproducer
 from kda.testing.strategies import CHANNELS, cases, pools, steps
 
@@ -52,7 +52,15 @@ def _strategy(impl: str, device: str) -> st.SearchStrategy[Case]:
 def _drawn(impl: str, operation: str, device: str) -> st.SearchStrategy[AnyCase]:
     """Cases of an operation; on a pool with the sequences of the forward's."""
     sequences = _strategy(impl, device)
-    return {"fwd": lambda: sequences, "step": lambda: steps(sequences), "pool": lambda: pools(sequences)}[operation]()
+    if operation == "step":
+        if impl == "cuda":  # of any gate
+            sequences = cases(("bfloat16",), channels=(128,))
+
+        def fit(case: StepCase) -> StepCase:
+            return replace(case, case=fitted_step(case.case, impl))
+
+        return steps(sequences).map(fit)
+    return pools(sequences) if operation == "pool" else sequences
 
 
 def _check(case: AnyCase, impl: str) -> float:

@@ -1,7 +1,7 @@
-"""The fastest path on Hopper: one fused CUTLASS kernel for bf16, K = V = 128 and the bounded gate.
+"""The fastest path on Hopper, for bf16 and K = V = 128: one fused CUTLASS kernel with the bounded gate, and decode.
 
-`csrc` and `include` hold the kernel, `build` and `toolchain` compile it, `library` opens it, `fwd` calls it. Nothing of
-that is imported before it is needed.
+`csrc` and `include` hold the kernels, `build` and `toolchain` compile them, `library` opens what they make, `fwd` and
+`step` call it. Nothing of that is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kda.numerics import (
     exponent_margin,
     unit_roundoff,
 )
-from kda.problem import Facts, GateKind, Implementation, Output, Problem
+from kda.problem import Facts, GateKind, Implementation, Output, Problem, StepProblem
 
 #: Bits of exponent that the operands of a chunk need beside the gate's.
 OPERAND_BITS = 20.0
@@ -46,8 +46,6 @@ def _build(*, force: bool = False, verbose: bool = False) -> Path:
 
 def _reasons(facts: Facts) -> list[str]:
     reasons = []
-    if facts.operation != "fwd":
-        reasons.append(f"there is no {facts.operation} here; the triton implementation has one.")
     if facts.device != "cuda" or facts.rocm:
         where = "a ROCm GPU" if facts.rocm and facts.device == "cuda" else f"a {facts.device} device"
         reasons.append(f"q is on {where}; the kernel runs on NVIDIA Hopper GPUs.")
@@ -56,13 +54,22 @@ def _reasons(facts: Facts) -> list[str]:
         reasons.append(f"the GPU has compute capability {major}.{minor}; the kernel is built for 9.0 (H100, H200).")
     if facts.dtype != torch.bfloat16:
         reasons.append(f"q is {facts.dtype}; the kernel takes bfloat16.".replace("torch.", ""))
-    if facts.g_dtype != torch.bfloat16:
-        reasons.append(f"g is {facts.g_dtype}; the kernel takes bfloat16.".replace("torch.", ""))
+    gates = (torch.bfloat16, torch.float32) if facts.operation == "step" else (torch.bfloat16,)
+    if facts.g_dtype not in gates:
+        takes = " or ".join(map(str, gates))
+        reasons.append(f"g is {facts.g_dtype}; the kernel takes {takes}.".replace("torch.", ""))
     if facts.beta_dtype not in (torch.bfloat16, torch.float32):
         reasons.append(f"beta is {facts.beta_dtype}; the kernel takes bfloat16 or float32.".replace("torch.", ""))
     for name in ("K", "V"):
         if getattr(facts, name) != SM90_CHANNELS:
             reasons.append(f"{name} is {getattr(facts, name)}; the kernel takes {SM90_CHANNELS}.")
+    if facts.operation == "step":
+        if facts.unaligned:
+            names = ", ".join(facts.unaligned)
+            reasons.append(f"{names}: rows must be contiguous and start at multiples of 16 bytes.")
+        if facts.B * facts.HV > MOST // 4:
+            reasons.append(f"N * HV is {facts.B * facts.HV}; the kernel counts up to {MOST // 4}.")
+        return reasons
     if facts.gate is not GateKind.BOUNDED:
         reasons.append(f"the gate is {facts.gate.value}; the kernel's exponents need lower_bound.")
     elif exponent_margin(SM90_TOKENS, facts.lower_bound or 0.0) < OPERAND_BITS:
@@ -78,6 +85,8 @@ def _reasons(facts: Facts) -> list[str]:
 
 
 def _rounding(facts: Facts) -> Rounding:
+    if facts.operation == "step":
+        return Rounding.uniform(torch.float32, output=facts.dtype, stored_state=facts.state_dtype, chunk=1)
     bf16 = unit_roundoff(torch.bfloat16)
     fp16 = facts.use_qk_l2norm and facts.use_beta_sigmoid  # of the inverse, the scores and Kr: see prepare.cuh
     flushed = float(torch.finfo(torch.float32).tiny) * 2.0**SM90_CARRIED
@@ -95,31 +104,41 @@ def _rounding(facts: Facts) -> Rounding:
 
 
 def _notes(facts: Facts) -> list[str]:
-    if not facts.unaligned:
+    if not facts.unaligned or facts.operation == "step":
         return []
     return [f"copies {', '.join(facts.unaligned)}: rows must be contiguous and start at multiples of 16 bytes."]
 
 
 @functools.cache
-def _host() -> ModuleType:
-    return importlib.import_module("kda.cuda.fwd")
+def _host(call: str) -> ModuleType:
+    return importlib.import_module(f"kda.cuda.{call}")
 
 
 def _fwd(problem: Problem) -> Output:
-    return _host().fwd(problem)
+    return _host("fwd").fwd(problem)
 
 
 def _again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output | None:
-    return _host().again(facts, memo, tensors)
+    return _host("fwd").again(facts, memo, tensors)
+
+
+def _step(problem: StepProblem) -> Tensor:
+    return _host("step").step(problem)
+
+
+def _step_again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], _: object) -> Tensor | None:
+    return _host("step").again(facts, memo, tensors)
 
 
 IMPL = Implementation(
     name="cuda",
-    summary="one fused CUTLASS kernel for Hopper; bounded gate, bf16, K = V = 128",
+    summary="one fused CUTLASS kernel for Hopper, and decode; bf16, K = V = 128, the bounded gate (decode: every gate)",
     reasons=_reasons,
     rounding=_rounding,
     fwd=_fwd,
     again=_again,
+    step=_step,
+    step_again=_step_again,
     unavailable=_unavailable,
     build=_build,
     notes=_notes,

@@ -10,13 +10,13 @@ from pathlib import Path
 from kda.cuda.build import SOURCE, built
 from kda.problem import Missing
 
-#: KDA_REFUSED of fwd.h.
+#: KDA_REFUSED of abi.h.
 REFUSED = -1
 
 
 def abi(source: Path = SOURCE) -> int:
-    """KDA_ABI of `include/kda/fwd.h`, the one home of that number."""
-    header = source / "include" / "kda" / "fwd.h"
+    """KDA_ABI of `include/kda/abi.h`, the one home of that number."""
+    header = source / "include" / "kda" / "abi.h"
     found = re.search(r"^#define KDA_ABI (\d+)$", header.read_text(), re.M)
     if found is None:
         raise RuntimeError(f"{header} defines no KDA_ABI; the installation is damaged")
@@ -24,7 +24,7 @@ def abi(source: Path = SOURCE) -> int:
 
 
 def open_library(path: Path, expected_abi: int) -> ctypes.CDLL:
-    """Open `path` and declare the functions of fwd.h. Raises RuntimeError if it does not fit.
+    """Open `path` and declare the functions of abi.h. Raises RuntimeError if it does not fit.
 
     Structures are passed as bytes, which a call made every few microseconds puts together faster than a `Structure`.
     """
@@ -36,6 +36,7 @@ def open_library(path: Path, expected_abi: int) -> ctypes.CDLL:
             ("kda_arch", [], ctypes.c_int),
             ("kda_error_text", [ctypes.c_int], ctypes.c_char_p),
             ("kda_fwd_sm90", [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int], ctypes.c_int),
+            ("kda_step_sm90", [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int], ctypes.c_int),
         ):
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result

@@ -459,6 +459,14 @@ def fitted(case: Case, impl: str) -> Case:
     return within_hopper(case) if impl == "cuda" else case
 
 
+def fitted_step(case: Case, impl: str) -> Case:
+    """The same for the rows of a step, where `cuda` takes every gate, but rows of whole vectors alone."""
+    if impl != "cuda":
+        return case
+    strides = case.strides if case.strides == "contiguous" else "heads-first"
+    return replace(case, K=128, V=128, dtype="bfloat16", strides=strides)
+
+
 def named(dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")) -> Iterator[tuple[str, Case]]:
     """The named cases in each of `dtypes`; one that pins its own dtype or does not fit a dtype's range stands once."""
     for name, case in NAMED.items():

@@ -7,6 +7,7 @@ one table of tiles, `forward` the host side; `step` is the decode step. Triton i
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,9 +74,14 @@ def _step(problem: StepProblem) -> Tensor:
     return step(problem)
 
 
-def _step_again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], addresses: list[int]) -> Tensor | None:
+def _step_again(
+    facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[list[int]], bool]
+) -> Tensor | None:
     launch = memo.get("triton")
-    return None if launch is None else launch.again(tensors, addresses)
+    if launch is None:
+        return None
+    addresses = [x.data_ptr() for x in tensors]
+    return launch.again(tensors, addresses) if apart(addresses) else None
 
 
 IMPL = Implementation(

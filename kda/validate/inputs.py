@@ -22,7 +22,7 @@ from kda.validate.require import (
 )
 
 #: Tensors whose rows a kernel would like to address by whole vectors, see `problem.aligned`.
-ROWS = ("q", "k", "v", "g", "out", "initial_state", "final_state", "state_pool", "checkpoints")
+ROWS = ("q", "k", "v", "g", "out", "initial_state", "final_state", "state_pool", "checkpoints", "state")
 
 
 class Inputs(NamedTuple):

@@ -1,7 +1,7 @@
 // What the library exports besides its kernels.
 #include <cuda_runtime.h>
 
-#include "kda/fwd.h"
+#include "kda/abi.h"
 
 extern "C" int kda_abi(void) { return KDA_ABI; }
 

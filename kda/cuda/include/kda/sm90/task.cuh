@@ -4,7 +4,8 @@
 
 #include <cstdint>
 
-#include "kda/fwd.h"
+#include "kda/abi.h"
+#include "kda/sm90/element.cuh"
 #include "kda/sm90/shared.cuh"
 
 namespace kda::sm90 {
@@ -42,19 +43,6 @@ __device__ __forceinline__ int start_of(const kda_fwd_params& p, const Shared& s
 
 __device__ __forceinline__ int length_of(const kda_fwd_params& p, const Shared& s, int sequence) {
   return max(start_of(p, s, sequence + 1) - start_of(p, s, sequence), 0);
-}
-
-/// Entry i of some slots' numbers; -1 for what is none of `slots`.
-__device__ __forceinline__ int slot_at(const void* indices, int64_t i, int dtype, int64_t slots) {
-  int64_t slot;
-  switch (dtype) {
-    case KDA_INT8: slot = static_cast<const int8_t*>(indices)[i]; break;
-    case KDA_UINT8: slot = static_cast<const uint8_t*>(indices)[i]; break;
-    case KDA_INT16: slot = static_cast<const int16_t*>(indices)[i]; break;
-    case KDA_INT32: slot = static_cast<const int32_t*>(indices)[i]; break;
-    default: slot = static_cast<const int64_t*>(indices)[i];
-  }
-  return slot >= 0 && slot < slots ? static_cast<int>(slot) : -1;
 }
 
 /// The slot whose state a sequence begins from, unless it is fresh; -1 for padding. SLOTS, here and elsewhere: whether
@@ -106,15 +94,6 @@ __device__ __forceinline__ int places_of_state(const Task& task) {
 /// Chunks from one checkpoint of a sequence to the next.
 __device__ __forceinline__ int chunks_between_checkpoints(const kda_fwd_params& p) {
   return static_cast<int>(p.checkpoint_every) / TOKENS;
-}
-
-__device__ __forceinline__ float load_float(const void* x, int64_t i, int dtype) {
-  switch (dtype) {
-    case KDA_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[i]);
-    case KDA_FP16: return __half2float(static_cast<const __half*>(x)[i]);
-    case KDA_FP64: return static_cast<float>(static_cast<const double*>(x)[i]);
-    default: return static_cast<const float*>(x)[i];
-  }
 }
 
 /// Parts that a sequence's heads are dealt in, see deal.cuh.

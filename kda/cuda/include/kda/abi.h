@@ -85,6 +85,54 @@ struct kda_fwd_params {
   int32_t allow_neg_eigval;
 };
 
+/// The gates, told apart by the caller's arguments.
+enum kda_gate { KDA_BOUNDED = 0, KDA_SOFTPLUS = 1, KDA_GIVEN = 2 };
+
+/// One decode step of the SM90 kernel: T tokens for each of N rows, whose states lie in a pool. As above otherwise.
+struct kda_step_params {
+  const void* q;              // [N, T, H, 128] bf16
+  const void* k;              // [N, T, H, 128] bf16
+  const void* v;              // [N, T, HV, 128] bf16
+  const void* g;              // [N, T, HV, 128] bf16 or fp32
+  const void* beta;           // [N, T, HV] bf16 or fp32
+  void* state;                // [slots, HV, 128, 128] (V, K)
+  void* out;                  // [N, T, HV, 128] bf16
+  const void* A_log;          // [HV] any float, or null
+  const void* dt_bias;        // [HV, 128] any float, or null
+  const void* state_indices;  // [N] integers: the slot to read, negative for padding; or null: 0 .. N - 1
+  const void* write_indices;  // [N] integers: the slot to write, negative for none; or null: the one that was read
+  const void* token_indices;  // [N, T] integers: slots for the state after each token, negative for none; or null
+  const void* fresh;          // [N] bool: begin from zero; or null
+  int64_t q_stride[3];        // row, token, head
+  int64_t k_stride[3];
+  int64_t v_stride[3];
+  int64_t g_stride[3];
+  int64_t beta_stride[3];
+  int64_t out_stride[3];
+  int64_t state_stride[3];  // slot, head, v
+  int64_t A_log_stride;
+  int64_t dt_bias_stride[2];  // head, channel
+  int64_t state_indices_stride;
+  int64_t write_indices_stride;
+  int64_t token_indices_stride[2];
+  int64_t fresh_stride;
+  int64_t N, T, H, HV, slots;
+  float scale;
+  float lower_bound;
+  int32_t g_dtype;  // enum kda_dtype
+  int32_t beta_dtype;
+  int32_t A_log_dtype;
+  int32_t dt_bias_dtype;
+  int32_t state_dtype;
+  int32_t state_indices_dtype;
+  int32_t write_indices_dtype;
+  int32_t token_indices_dtype;
+  int32_t gate;  // enum kda_gate
+  int32_t use_qk_l2norm;
+  int32_t use_beta_sigmoid;
+  int32_t allow_neg_eigval;
+};
+
 /// KDA_ABI of the binary.
 int kda_abi(void);
 
@@ -96,7 +144,10 @@ int kda_arch(void);
 /// are refused.
 int kda_fwd_sm90(const struct kda_fwd_params* params, void* stream, int careful);
 
-/// Text of what the function above returned; never null.
+/// The same for a step.
+int kda_step_sm90(const struct kda_step_params* params, void* stream, int careful);
+
+/// Text of what the functions above returned; never null.
 const char* kda_error_text(int error);
 
 #ifdef __cplusplus
