@@ -134,8 +134,9 @@ class StepPlan(_Remembered):
         run: Callable[[Implementation, StepProblem], Tensor],
     ) -> Tensor | None:
         """A call that the plan serves, by `run`; None if it needs a closer look."""
-        indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
-        validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
+        if validate.looks_at_slots(tensors[0]):
+            indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
+            validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
         if implementation.step_again is not None:
             return implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, self.apart)
         if not self.apart([*map(_address, tensors)]):
@@ -184,7 +185,7 @@ class Plans(Generic[P]):
         """The plan that serves a call, if there is one."""
         try:
             plans = self._plans.get(key)
-            if plans is None or any(map(_is_nested, tensors)):  # which torch's guards cannot look at
+            if plans is None or True in map(_is_nested, tensors):  # which torch's guards cannot look at
                 return None
         except (AttributeError, TypeError):  # no tensors, or not hashable: validation says what is wrong
             return None

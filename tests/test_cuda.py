@@ -195,14 +195,17 @@ def test_what_the_library_is_told(record: Recorder) -> None:
     assert (p["use_qk_l2norm"], p["use_beta_sigmoid"], p["allow_neg_eigval"]) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("current", [0, 1])
 def test_the_device_of_the_tensors_is_the_current_one_at_the_launch(
-    record: Recorder, monkeypatch: pytest.MonkeyPatch, current: int
+    record: Recorder, monkeypatch: pytest.MonkeyPatch, current: int, raw: bool
 ) -> None:
     """With q on device 1: entered where another is current, its stream asked for, and left again."""
+    from kda import streams
     from kda.cuda import fwd
 
     events: list[object] = []
+    devices = [current]
 
     class Entered:
         def __init__(self, device: torch.device) -> None:
@@ -210,17 +213,27 @@ def test_the_device_of_the_tensors_is_the_current_one_at_the_launch(
 
         def __enter__(self) -> None:
             events.append(("enter", self.device.index))
+            devices.append(self.device.index)  # type: ignore[arg-type]
 
         def __exit__(self, *_: object) -> None:
             events.append("leave")
+            devices.pop()
 
-    def stream(device: torch.device) -> int:
-        events.append(("stream", device.index))
-        return 5
+    class Stream:
+        cuda_stream = 5
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        def __init__(self, device: torch.device) -> None:
+            events.append(("stream", device.index))
+
+    # As with a torch that has no raw calls, and as with one that has.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
     monkeypatch.setattr(torch.cuda, "device", Entered)
-    monkeypatch.setattr(kda.cuda.launch, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(
+        streams, "_raw_stream", (lambda index: Stream(torch.device("cuda", index)).cuda_stream) if raw else None
+    )
+    monkeypatch.setattr(streams, "_raw_device", (lambda: devices[-1]) if raw else None)
+    monkeypatch.setattr(kda.cuda.launch, "current_stream", streams.current_stream)
     problem = api.gather(**arguments(within_hopper(Case(lengths=(5,)))))[0]
     on_other = type(
         "OnOther", (), {"device": torch.device("cuda", 1), "__getattr__": lambda _, name: getattr(problem.q, name)}

@@ -258,6 +258,19 @@ def test_nothing_to_do(impl: str, lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("impl", impls())
+def test_no_token_moves_states(impl: str) -> None:
+    """With nothing to add, a state goes where it is to be written all the same, bit for bit."""
+    call, states = call_of(replace(MODEL, lengths=(0,) * 3), impl)
+    pool = pool_of(states, 6, [0, 1, 2])
+    index = lambda *slots: torch.tensor(slots, device=pool.device)  # noqa: E731
+    fresh = torch.tensor([False, True, False], device=pool.device)
+    kda.step(**call, state=pool, state_indices=index(0, 1, -1), write_indices=index(4, 3, 5), fresh=fresh)
+    assert_equal(pool[[4, 0, 1, 2]], states[[0, 0, 1, 2]])
+    assert not pool[3].any()
+    assert pool[5].isnan().all()
+
+
+@pytest.mark.parametrize("impl", impls())
 def test_padding_alone_needs_no_pool(impl: str) -> None:
     call, states = call_of(MODEL, impl)
     nothing = torch.full((5,), -1, device=states.device)

@@ -30,6 +30,8 @@ from kda.problem import Facts, GateKind, Implementation, Output, Problem, StepPr
 OPERAND_BITS = 20.0
 #: Tokens and (sequence, head) pairs are counted in 32 bits.
 MOST = 2**31 - 2**16
+#: Rows of a step: the second dimension of its grid.
+MOST_ROWS = 65535
 
 
 def _unavailable() -> str | None:
@@ -67,8 +69,8 @@ def _reasons(facts: Facts) -> list[str]:
         if facts.unaligned:
             names = ", ".join(facts.unaligned)
             reasons.append(f"{names}: rows must be contiguous and start at multiples of 16 bytes.")
-        if facts.B * facts.HV > MOST // 4:
-            reasons.append(f"N * HV is {facts.B * facts.HV}; the kernel counts up to {MOST // 4}.")
+        if facts.B > MOST_ROWS:
+            reasons.append(f"N is {facts.B}; the kernel takes {MOST_ROWS} rows.")
         return reasons
     if facts.gate is not GateKind.BOUNDED:
         reasons.append(f"the gate is {facts.gate.value}; the kernel's exponents need lower_bound.")

@@ -13,7 +13,8 @@ def launch(function: str, parameters: bytes, device: torch.device, careful: bool
 
     careful: look for buffers that lie on other tensors, which validation has not done.
     """
-    if torch.cuda.current_device() == device.index:
-        return getattr(library.load(), function)(parameters, current_stream(device), careful)
-    with torch.cuda.device(device):
-        return getattr(library.load(), function)(parameters, current_stream(device), careful)
+    stream = current_stream(device)
+    if stream is None:
+        with torch.cuda.device(device):
+            return launch(function, parameters, device, careful)
+    return getattr(library.load(), function)(parameters, stream, careful)

@@ -69,7 +69,7 @@ class StepParams(Structure):
         ("lower_bound", c_float),
         *((f"{name}_dtype", c_int32) for name in ("g", "beta", "A_log", "dt_bias", "state")),
         *((f"{name}_indices_dtype", c_int32) for name in ("state", "write", "token")),
-        *((name, c_int32) for name in ("gate", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval")),
+        *((name, c_int32) for name in ("gate", "group", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval")),
     ]
 
 

@@ -31,6 +31,7 @@ def _parameters(problem: StepProblem, tensors: dict[str, Tensor | None]) -> byte
         scale=problem.scale,
         lower_bound=facts.lower_bound or 0.0,
         gate=GATES[facts.gate],
+        group=facts.HV // max(facts.H, 1),
         use_qk_l2norm=facts.use_qk_l2norm,
         use_beta_sigmoid=facts.use_beta_sigmoid,
         allow_neg_eigval=facts.allow_neg_eigval,

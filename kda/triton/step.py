@@ -3,7 +3,8 @@
 All of it is fp32, and no row sees another. The state is read once and written once: that is what it costs.
 
 The same bits from every variant that Triton compiles: products and sums are fused where the code says so and nowhere
-else, and one token is no case of its own (with it, the state after one of two tokens was not that after one alone).
+else. (One token is a variant of its own, whose loads all come at once; left to the compiler, the state after one of two
+tokens was not that after one alone.)
 """
 
 import contextlib
@@ -54,7 +55,6 @@ def _store(state, slot, s_n, tile, S, in_v, in_k, INTERPRET: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "slots",
-        "T",
         "HV",
         "has_A_log",
         "has_dt_bias",
@@ -201,13 +201,14 @@ class Launch:
     def again(self, tensors: list[Tensor], addresses: list[int]) -> Tensor | None:
         """None where another kernel is called for. Tensors and addresses are in the order of STEP_TENSORS."""
         q, out = tensors[0], tensors[_OUT]
-        if reduce(or_, addresses) % ALIGNMENT or q.device.index != torch.cuda.current_device():
+        stream = current_stream(q.device)
+        if reduce(or_, addresses) % ALIGNMENT or stream is None:
             return None
         if type(out) is Mark:
             like = tensors[_V]
             out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             addresses[_OUT] = out.data_ptr()
-        self._launch(*addresses, *self._rest, stream=current_stream(q.device))
+        self._launch(*addresses, *self._rest, stream=stream)
         return out
 
 
@@ -216,7 +217,7 @@ def step(problem: StepProblem) -> Tensor:
     facts, state = problem.facts, problem.state
     v = problem.v
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if problem.out is None else problem.out
-    if out.numel() == 0:
+    if facts.B * facts.HV == 0:
         return out
     given: dict[str, Tensor | None] = {name: getattr(problem, name) for name in STEP_TENSORS}
     given["out"] = out

@@ -88,7 +88,8 @@ struct kda_fwd_params {
 /// The gates, told apart by the caller's arguments.
 enum kda_gate { KDA_BOUNDED = 0, KDA_SOFTPLUS = 1, KDA_GIVEN = 2 };
 
-/// One decode step of the SM90 kernel: T tokens for each of N rows, whose states lie in a pool. As above otherwise.
+/// One decode step of the SM90 kernel: T tokens for each of N rows, at most 65535, whose states lie in a pool. As above
+/// otherwise.
 struct kda_step_params {
   const void* q;              // [N, T, H, 128] bf16
   const void* k;              // [N, T, H, 128] bf16
@@ -127,7 +128,8 @@ struct kda_step_params {
   int32_t state_indices_dtype;
   int32_t write_indices_dtype;
   int32_t token_indices_dtype;
-  int32_t gate;  // enum kda_gate
+  int32_t gate;   // enum kda_gate
+  int32_t group;  // HV / H
   int32_t use_qk_l2norm;
   int32_t use_beta_sigmoid;
   int32_t allow_neg_eigval;
