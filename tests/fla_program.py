@@ -6,6 +6,7 @@ Prints one JSON object: what was compared, and by how much it differed.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -28,6 +29,32 @@ def forgive_unknown_keys() -> None:
         return lambda fn: original(configs, [name for name in key if name in fn.arg_names], **rest)(fn)
 
     triton.autotune = autotune
+
+
+def against_own_kernels(ours: list[int]) -> dict[str, float]:
+    """How far fla's own kernels, forced by the variable of ours, are from us: o and final states in bf16."""
+    from fla.ops.kda import chunk_kda
+
+    noise = torch.Generator("cuda").manual_seed(1)
+    make = lambda *shape: torch.randn(*shape, generator=noise, device="cuda")  # noqa: E731
+    T, H, K = 300, 2, 128
+    call: dict[str, Any] = {name: make(1, T, H, K).bfloat16() for name in ("q", "k", "v", "g")}
+    call |= {"beta": make(1, T, H).bfloat16(), "A_log": make(H), "dt_bias": make(H * K)}
+    call |= {"initial_state": 0.1 * make(2, H, K, K), "output_final_state": True}
+    call |= {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
+    call["cu_seqlens"] = torch.tensor([0, 100, T], device="cuda")
+    found = {}
+    with torch.no_grad():
+        for kind, gate in (("bounded", {"lower_bound": -5.0, "safe_gate": True}), ("softplus", {})):
+            before = len(ours)
+            o, state = chunk_kda(**call, **gate)
+            assert len(ours) == before + 1, "fla's own kernels ran"
+            os.environ["FLA_KDA_KERNELS"] = "0"
+            own, own_state = chunk_kda(**call, **gate)
+            del os.environ["FLA_KDA_KERNELS"]
+            assert len(ours) == before + 1, "ours ran"
+            found[kind] = max(relative(own, o), relative(own_state, state))
+    return found
 
 
 def main() -> None:
@@ -90,6 +117,7 @@ def main() -> None:
         given, _ = naive_recurrent_kda(q, k, v, -g.abs(), beta.sigmoid(), 0.5)
         result["differences"]["given, positional"] = relative(positional, given)
     result["ran"] = len(ours)
+    result["own kernels"] = against_own_kernels(ours) if device == "cuda" else {}
 
     call = {"q": q, "k": k, "v": v, "g": g, "beta": beta, **kernel, **gates["bounded"]}
     wrong = {

@@ -366,3 +366,25 @@ def test_fuzz_repeats_a_seed(monkeypatch):
     assert first[:n] == again[:n]
     assert len({tuple(map(repr, x[:n])) for x in (first, other, free)}) == 3
     assert len(set(first)) > n / 4
+
+
+@pytest.mark.parametrize("suite", ["decode", "serving"])
+def test_the_serving_suites_run_on_a_cpu(
+    suite: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Small, and every row is there; times are not judged."""
+    from kda.cli import bench, decode, serving
+
+    small = Case(lengths=(65, 3), H=1, K=16, V=16, dtype="float32")
+    monkeypatch.setattr(bench, "SHAPES", {"cpu": [small]})
+    monkeypatch.setattr(serving, "SHAPES", {"cpu": [small]})
+    monkeypatch.setattr(decode, "SHAPES", {"cpu": [(2, 1)]})
+    monkeypatch.setattr(bench, "time_on_cpu", lambda calls, _: {name: bench.Timing(1.0, 1.0, 1.0) for name in calls})
+    monkeypatch.setattr(serving, "time_on_cpu", bench.time_on_cpu)
+    monkeypatch.setattr(decode, "time_on_cpu", bench.time_on_cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["bench", "--suite", suite]) == 0
+    printed = capsys.readouterr().out
+    assert ("pool" in printed) == (suite == "serving")
+    assert printed.count("recurrent") == (3 if suite == "serving" else 1)

@@ -44,4 +44,6 @@ def test_a_caller_of_fla(before: tuple[Path, ...]) -> None:
     assert said["differences"]
     limit = 1e-5 if said["device"] == "cpu" else 1e-3
     assert {name: x for name, x in said["differences"].items() if not x < limit} == {}
+    assert {name: x for name, x in said["own kernels"].items() if not x < 1e-2} == {}
+    assert bool(said["own kernels"]) == (said["device"] == "cuda")
     assert [reason for reason, declined in said["declined"].items() if not declined] == []

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--impl", choices=[*TABLE], help="implementation (default: every one that runs here)")
 
     bench = commands.add_parser("bench", help="time the named shapes, correctness checked first")
-    bench.add_argument("--suite", choices=["all", "time", "accuracy", "decode"], default="all")
+    bench.add_argument("--suite", choices=["all", "time", "accuracy", "decode", "serving", "host"], default="all")
     bench.add_argument("--impl", action="append", choices=[*TABLE], help="implementation; may be repeated")
     bench.add_argument("--heads", type=int, nargs="+", help="only the shapes with these numbers of heads")
     bench.add_argument("--markdown", metavar="FILE", help="also write the tables to FILE")

@@ -249,7 +249,7 @@ def run(
         console.print("No GPU here: these are the PyTorch implementations on the CPU, at small sizes.")
     parts: list[tuple[str, list[list[str]]]] = []
     accepted = True
-    if suite != "decode":
+    if suite in ("all", "time", "accuracy"):
         rows, accepted = accuracy(console, names, device, peers=suite != "time")
         if suite != "time":
             parts.append(("Accuracy: RMS error / RMS reference against fp64", rows))
@@ -265,6 +265,23 @@ def run(
         _print(console, *parts[-1])
         if not accepted:
             console.print("[red]a step is not what the specification does (see RMS difference)")
+    if suite in ("all", "serving"):
+        from kda.cli import serving
+
+        rows, agreed = serving.times(console, names, device)
+        accepted &= agreed
+        parts.append(("Where states lie: in tensors of their own or a pool, with and without checkpoints", rows))
+        _print(console, *parts[-1])
+        if not agreed:
+            console.print("[red]o depends on where states lie")
+    if suite == "host" and device == "cpu":
+        console.print("the host suite needs a GPU: on a CPU the host computes", style="red")
+        return 2
+    if suite in ("all", "host") and device == "cuda":
+        from kda.cli import serving
+
+        parts.append(("Host time of a repeated call", serving.host(names)))
+        _print(console, *parts[-1])
     if suite in ("all", "time"):
         rows, agreed = times(console, names, device, heads)
         accepted &= agreed
