@@ -24,8 +24,9 @@ CHUNK = 64
 #: reset (-inf) stays finite without changing any result.
 LOG_DECAY_FLOOR = -104.0
 
-#: Largest argument whose exp is finite in fp32: A_log beyond it saturates instead of turning 0 * inf into NaN.
-MAX_EXP = 88.0
+#: Argument whose exp is finite in fp32, and that of its negative a normal number: A_log beyond either saturates instead
+#: of turning 0 * inf into NaN.
+MAX_EXP = 87.0
 
 #: Bits of exponent between the smallest and the largest normal number of fp32 and bf16.
 EXPONENT_BITS = 253.0

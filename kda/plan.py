@@ -1,8 +1,8 @@
 """A call's layout, validated and dispatched once: what is remembered of it, so that the next such call costs little.
 
 Facts decide everything, so a call with the same shapes, strides, dtypes, devices and flags differs from an earlier one
-in addresses and contents alone. Of these only two matter: whether a buffer lies on another tensor, and what
-`validate.contents` reads.
+in addresses and contents alone. Of these three matter: whether a buffer lies on another tensor, whether rows are
+aligned, and what validation reads.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from kda.problem import (
 #: Calls that are remembered; then all are forgotten.
 MOST = 1024
 
-_OFFSETS = TENSORS.index("cu_seqlens")
+_OFFSETS, _READS = TENSORS.index("cu_seqlens"), TENSORS.index("state_indices")
 _OUT, _INITIAL, _FINAL, _POOL, _KEPT = (
     TENSORS.index(name) for name in ("out", "initial_state", "final_state", "state_pool", "checkpoints")
 )
 _STEP_STATE, _STEP_OUT = STEP_TENSORS.index("state"), STEP_TENSORS.index("out")
-_STEP_INDICES = slice(STEP_TENSORS.index("state_indices"), STEP_TENSORS.index("fresh"))
+_STEP_INDICES = slice(STEP_TENSORS.index("state_indices"), STEP_TENSORS.index("fresh") + 1)
 #: Those whose rows are asked to be of whole vectors; see `problem.aligned`.
 _rows = itemgetter(*(TENSORS.index(name) for name in validate.ROWS if name in TENSORS))
+_step_rows = itemgetter(*(STEP_TENSORS.index(name) for name in validate.ROWS if name in STEP_TENSORS))
 _address = Tensor.data_ptr
 _is_nested = attrgetter("is_nested")
 
@@ -73,7 +74,7 @@ class Plan(_Remembered):
     """Of a forward.
 
     facts: of the problem.
-    reads: whether `validate.contents` has anything to look at.
+    reads: whether validation has contents to look at.
     """
 
     facts: Facts
@@ -92,7 +93,8 @@ class Plan(_Remembered):
         facts = self.facts
         if self.reads:
             offsets = tensors[_OFFSETS] if facts.varlen else None
-            validate.contents(tensors[0], tensors[3], facts.gate, offsets)
+            slots = None if type(tensors[_READS]) is Mark else tensors[_READS]
+            validate.contents(tensors[0], tensors[3], facts.gate, offsets, slots)
             if (facts.pool or facts.checkpoint_dtype is not None) and validate.looks_at_slots(tensors[0]):
                 validate.state_contents(self.problem(tensors))
         if implementation.again is not None:
@@ -138,7 +140,9 @@ class StepPlan(_Remembered):
             indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
             validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
         if implementation.step_again is not None:
-            return implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, self.apart)
+            done = implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, self.apart)
+            if done is not None:
+                return done
         if not self.apart([*map(_address, tensors)]):
             return None
         problem = object.__new__(StepProblem)
@@ -146,7 +150,9 @@ class StepPlan(_Remembered):
         return run(implementation, problem)
 
     def apart(self, addresses: list[int]) -> bool:
-        """Whether no buffer lies on another tensor."""
+        """Whether rows are aligned, and no buffer lies on another tensor."""
+        if reduce(or_, _step_rows(addresses)) % VECTOR:
+            return False
         return _alone(_STEP_STATE, addresses, self.sizes) and _alone(_STEP_OUT, addresses, self.sizes)
 
 
@@ -304,9 +310,9 @@ def plan_of(impl: str, problem: Problem, tensors: list[Tensor]) -> Plan | None:
 
 
 def step_plan_of(impl: str, problem: StepProblem, tensors: list[Tensor]) -> StepPlan | None:
-    """What is remembered of a validated step; None where validation had to copy something."""
+    """What is remembered of a validated step; None where validation had to copy something, or addresses are odd."""
     views = _views_of(problem, dict(zip(STEP_TENSORS, tensors, strict=True)))
-    if views is None:
+    if views is None or problem.facts.unaligned:
         return None
     fields = {name: value for name, value in problem.__dict__.items() if name not in STEP_TENSORS}
     return StepPlan(impl, alike_of(tensors), fields, _sizes_of(tensors), views)

@@ -110,7 +110,7 @@ def test_what_is_wrong_is_still_wrong() -> None:
         kda.fwd(**call, out=call["v"], final_state=given["final_state"])
     store = torch.empty(max(given["out"].numel(), given["final_state"].numel()))
     shared = {name: store[: x.numel()].view_as(x) for name, x in given.items()}
-    with pytest.raises(ValueError, match="out: expected memory of its own, got some of final_state's"):
+    with pytest.raises(ValueError, match="final_state: expected memory of its own, got some of out's"):
         kda.fwd(**call, **shared)
     with pytest.raises(ValueError, match="cu_seqlens: expected to end at most"):
         kda.fwd(**dict(call, cu_seqlens=call["cu_seqlens"] + torch.tensor([0, 9, 9, 9], dtype=torch.int32)), **given)

@@ -21,7 +21,7 @@ from kda.testing.judge import Finding
 from kda.testing.pool import call_of, check, judge, pool_of
 from kda.testing.strategies import cases, pools
 
-SEQUENCES = Case(lengths=(130, 0, 64, 65, 200), H=2, K=24, V=40)
+SEQUENCES = Case(lengths=(130, 0, 64, 65, 3), H=2, K=16, V=24)
 BUSY = PoolCase(
     case=SEQUENCES,
     slots=17,
@@ -52,10 +52,12 @@ CASES = {
     "bf16 states, fp32 checkpoints": replace(BUSY, case=replace(SEQUENCES, state_dtype="bfloat16"), own=True),
     "fp32": replace(BUSY, case=replace(SEQUENCES, dtype="float32", gate="softplus"), index_dtype="int32"),
     "given gates, int64 offsets": replace(BUSY, case=replace(SEQUENCES, gate="given", index_dtype="int64")),
+    "no slot": PoolCase(case=SEQUENCES, slots=0, reads=(-1,) * 5),
+    "no slot, checkpoints": PoolCase(case=SEQUENCES, slots=0, reads=(-1,) * 5, kept=((-1,),) * 5, own=True),
     "no token": PoolCase(case=Case(lengths=(0, 0)), slots=4, reads=(3, -1), writes=(0, 1)),
     "no sequence": PoolCase(case=Case(lengths=(), padding=5), slots=1),
     "tokens after the last sequence": replace(BUSY, case=replace(SEQUENCES, padding=70)),
-    "the last sequence is padding": replace(BUSY, case=replace(SEQUENCES, lengths=(130, 0, 64, 65, 70), padding=3)),
+    "the last sequence is padding": replace(BUSY, case=replace(SEQUENCES, lengths=(130, 0, 64, 65, 40), padding=3)),
     "grouped heads, strides": replace(BUSY, case=replace(SEQUENCES, group=2, strides="every-second")),
 }
 
@@ -75,7 +77,7 @@ def test_against_the_oracle(impl: str, name: str) -> None:
 def test_drawn_patterns(impl: str) -> None:
     few = (128,) if impl == "cuda" else (1, 8, 16, 17)
 
-    @settings(max_examples=40 if GPU else 12, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=40 if GPU else 8, deadline=None, derandomize=True, database=None)
     @given(pools(cases(("bfloat16",) if impl == "cuda" else ("bfloat16", "float32"), channels=few)))
     def attack(case: PoolCase) -> None:
         check(fitted_to(case, impl), impl)
@@ -145,6 +147,32 @@ def test_a_pool_that_the_kernel_cannot_address() -> None:
         assert reason.startswith(f"{name} cannot be copied")
 
 
+@pytest.mark.parametrize("impl", implementations())
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_slots_of_unsigned_indices(impl: str, dtype: torch.dtype) -> None:
+    """-1 is 255 in one of the dtypes: what is left out must not be taken for that slot."""
+    case = fitted_to(PoolCase(case=Case(lengths=(70, 3), K=8, V=8), slots=300), impl)
+    call, states = call_of(case, "cuda" if GPU and impl in ("triton", "cuda") else "cpu")
+    pool = torch.full((300, *states.shape[1:]), torch.nan, device=states.device)
+    pool[[254, 7]] = states
+    kda.fwd(**call, state_pool=pool, state_indices=torch.tensor([254, 7], dtype=dtype, device=states.device), impl=impl)
+    assert pool[[254, 7]].isfinite().all()
+    assert pool[:7].isnan().all()
+    assert pool[8:254].isnan().all()
+    assert pool[255:].isnan().all()
+
+
+@pytest.mark.parametrize("impl", implementations())
+def test_a_checkpoint_that_never_comes(impl: str) -> None:
+    case = fitted_to(PoolCase(case=Case(lengths=(129,), K=8, V=8), slots=2, kept=((0, 1),)), impl)
+    call, states = call_of(case, "cuda" if GPU and impl in ("triton", "cuda") else "cpu")
+    for every in (2**63, 2**64, 2**64 + 64):
+        pool = pool_of(case, states)
+        kept = torch.full_like(pool, torch.nan)
+        kda.fwd(**{**call, "checkpoint_every": every}, state_pool=pool, checkpoints=kept, impl=impl)
+        assert kept.isnan().all()
+
+
 # ---- what is wrong
 
 
@@ -172,7 +200,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kept beyond": (
         {"checkpoint_indices": torch.full((5, 2), 17)},
         ValueError,
-        "checkpoint_indices: .*below 17, checkpoints's",
+        "checkpoint_indices: .*below 17, the number in checkpoints",
     ),
     "kept, rank": ({"checkpoints": STATE[0]}, ValueError, r"checkpoints: expected shape \[slots, HV, V, K\]"),
     "kept, dtype": ({"checkpoints": torch.zeros(17, 2, 16, 16).long()}, TypeError, "checkpoints: expected dtype"),
@@ -201,12 +229,12 @@ def test_what_is_wrong_is_named(name: str) -> None:
 
 def test_memory_and_gradients() -> None:
     call, pool = small()
-    with pytest.raises(ValueError, match="state_pool: expected memory of its own, got some of checkpoints's"):
+    with pytest.raises(ValueError, match="checkpoints: expected memory of its own, got some of state_pool's"):
         kda.fwd(**{**call, "state_pool": pool[:-1], "checkpoints": pool[1:]})
     store = torch.zeros(pool.numel() * 2, dtype=torch.bfloat16)
     out = store[: call["v"].numel()].view(call["v"].shape)
     for name in ("state_pool", "checkpoints"):
-        with pytest.raises(ValueError, match="out: expected memory of its own"):
+        with pytest.raises(ValueError, match=f"{name}: expected memory of its own, got some of out's"):
             kda.fwd(**{**call, name: store[: pool.numel()].view(pool.shape)}, out=out)
     graded = dict(call, q=call["q"].clone().requires_grad_())
     with pytest.raises(ValueError, match="state_pool: expected no buffer while q requires grad"):
@@ -225,14 +253,18 @@ def test_collisions_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     beyond_the_end = torch.tensor([[6, 7], [6, 7], [8, 6], [9, 6], [6, 7]])  # where sequences are shorter, or padding
     kda.fwd(**{**call, "state_pool": pool.clone(), "checkpoint_indices": beyond_the_end})
     in_the_pool = {"checkpoints": pool, "checkpoint_indices": beyond_the_end - 2}
+    # A fresh sequence reads no slot, so another may write there; a given gate of padding may be anything.
+    kda.fwd(**{**call, "state_pool": pool.clone(), "write_indices": index(8, 2, -1, 0, -1)})
+    padded = dict(call, state_pool=pool.clone(), A_log=None, dt_bias=None, lower_bound=None, g=-call["g"].abs())
+    padded["g"][:, -3:] = 1
+    kda.fwd(**padded)
+    with pytest.raises(ValueError, match="g: expected log decays <= 0"):
+        kda.fwd(**{**padded, "state_indices": index(3, 1, 8, 0, 16)})
     for changes, message in (
-        ({"write_indices": index(4, 2, 4, 0, -1)}, "write_indices: .*slot 4 in rows 0 and 2"),
-        ({"write_indices": index(4, 3, -1, 0, -1)}, "state_indices: .*slot 3 in row 0, which row 1 writes"),
-        ({"checkpoint_indices": beyond_the_end.clamp(max=8)}, "checkpoint_indices: .*slot 8 in rows 2 and 3"),
-        (
-            in_the_pool,
-            "checkpoint_indices: .*slot 4 in rows 0 and 0",
-        ),
+        ({"write_indices": index(4, 2, 4, 0, -1)}, "write_indices: .*slot 4 for sequences 0 and 2"),
+        ({"write_indices": index(4, 3, -1, 0, -1)}, "state_indices: .*slot 3 for sequence 0, which sequence 1 writes"),
+        ({"checkpoint_indices": beyond_the_end.clamp(max=8)}, "checkpoint_indices: .*slot 8 for sequences 2 and 3"),
+        (in_the_pool, "checkpoint_indices: .*slot 4 for sequences 0 and 0"),
     ):
         with pytest.raises(ValueError, match=message):
             kda.fwd(**{**call, **changes})
@@ -318,5 +350,5 @@ def test_a_repeated_call_is_not_validated_again(monkeypatch: pytest.MonkeyPatch)
     assert validated == [1]
     with pytest.raises(ValueError, match="write_indices: expected slots below 17"):
         kda.fwd(**{**call, "write_indices": torch.tensor([0, 1, 2, 3, 99], dtype=torch.int8)})
-    with pytest.raises(ValueError, match="state_pool: expected memory of its own, got some of checkpoints's"):
+    with pytest.raises(ValueError, match="checkpoints: expected memory of its own, got some of state_pool's"):
         kda.fwd(**{**call, "state_pool": pool[:16], "checkpoints": pool[1:]})

@@ -271,6 +271,49 @@ def test_no_token_moves_states(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", impls())
+def test_slots_of_unsigned_indices(impl: str) -> None:
+    """-1 is 255 there: what is left out must not be taken for that slot."""
+    call, states = call_of(replace(MODEL, lengths=(2,) * 2), impl)
+    pool = pool_of(states, 300, [254, 7])
+    kda.step(**call, state=pool, state_indices=torch.tensor([254, 7], dtype=torch.uint8, device=pool.device))
+    others = [slot for slot in range(300) if slot not in (254, 7)]
+    assert pool[others].isnan().all()
+    assert pool[[254, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize("impl", impls())
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_what_overflows_on_the_way_is_no_nan(impl: str, gate: str) -> None:
+    """Keys and queries whose square is infinite count as 0; gates of infinity have limits, however slow the channel."""
+    call, states = call_of(replace(MODEL, gate=gate), impl)
+    call["q"], call["k"] = torch.full_like(call["q"], 3e18), torch.full_like(call["k"], -3e18)
+    call["A_log"] = torch.full_like(call["A_log"], -100.0)
+    call["g"] = torch.full_like(call["g"], torch.inf)
+    call["g"][..., ::2] = -torch.inf
+    assert not kda.step(**call, state=states).isnan().any()
+    assert not states.isnan().any()
+
+
+@pytest.mark.parametrize("impl", impls())
+def test_odd_indices_are_validated_once(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indices that begin anywhere, as slices of a buffer of a server's own do, take the plan too."""
+    validated: list[int] = []
+    original = validate.step
+    monkeypatch.setattr(validate, "step", lambda *args, **flags: validated.append(1) or original(*args, **flags))
+    monkeypatch.setattr(api, "_STEP_PLANS", plan.Plans())
+    call, states = call_of(MODEL, impl)
+    store = torch.arange(-1, 5, dtype=torch.int32, device=states.device)
+    results = []
+    for indices in (store[1:], store[1:], store[1:], store[1:].clone()):
+        pool = states.clone()
+        results.append((kda.step(**call, state=pool, state_indices=indices), pool))
+    assert validated == [1]
+    for o, pool in results[1:]:
+        assert_equal(o, results[0][0])
+        assert_equal(pool, results[0][1])
+
+
+@pytest.mark.parametrize("impl", impls())
 def test_padding_alone_needs_no_pool(impl: str) -> None:
     call, states = call_of(MODEL, impl)
     nothing = torch.full((5,), -1, device=states.device)
@@ -353,11 +396,13 @@ def test_collisions_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDA_CHECK", "1")
     kda.step(**call, state=states.clone(), state_indices=index(4, 3, 2, 1, 0))
     kda.step(**call, state=states.clone(), state_indices=index(0, 0, 0, 0, 0), write_indices=index(1, 2, 3, -1, -1))
+    fresh = torch.tensor([False, True, False, False, False])  # reads no slot, so another may write there
+    kda.step(**call, state=states.clone(), write_indices=index(1, -1, -1, -1, -1), fresh=fresh)
     for indices, message in (
-        ({"state_indices": index(0, 1, 2, 3, 3)}, "slot 3 in rows 3 and 4"),
-        ({"write_indices": index(0, 1, 2, 0, 4)}, "slot 0 in rows 0 and 3"),
-        ({"write_indices": index(1, -1, -1, -1, -1)}, "slot 1 in row 1, which row 0 writes"),
-        ({"token_indices": torch.arange(10).reshape(5, 2) // 2}, "slot 0 in rows 0 and 0"),
+        ({"state_indices": index(0, 1, 2, 3, 3)}, "slot 3 for sequences 3 and 4"),
+        ({"write_indices": index(0, 1, 2, 0, 4)}, "slot 0 for sequences 0 and 3"),
+        ({"write_indices": index(1, -1, -1, -1, -1)}, "slot 1 for sequence 1, which sequence 0 writes"),
+        ({"token_indices": torch.arange(10).reshape(5, 2) // 2}, "slot 0 for sequences 0 and 0"),
     ):
         pool = states.clone()
         with pytest.raises(ValueError, match=message):

@@ -32,8 +32,8 @@ def indices(n: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def slot_at(indices, offset, slots, given):
     """A slot of a pool by its number in a tensor, or -1: there is none, or the pool has no such slot."""
-    slot = tl.load(indices + offset, mask=given != 0, other=-1).to(tl.int64)
-    return tl.where(slot < slots, slot, -1)
+    slot = tl.load(indices + offset, mask=given != 0, other=0).to(tl.int64)  # of any dtype: -1 is 255 in one of them
+    return tl.where((given != 0) & (slot < slots), slot, -1)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from kda.validate.inputs import Inputs, check_inputs
 from kda.validate.layouts import offsets
 from kda.validate.memory import extent, require_writable, same
 from kda.validate.pool import (
+    begun,
     looks_at_slots,
     no_collision,
     read_and_written,
@@ -46,9 +47,11 @@ def state_contents(problem: Problem) -> None:
     if (pool is None and kept is None) or not looks_at_slots(q):
         return
     if pool is not None:
-        slots_within(pool.shape[0], state_indices=problem.state_indices, write_indices=problem.write_indices)
+        slots_within(
+            pool.shape[0], "the pool's size", state_indices=problem.state_indices, write_indices=problem.write_indices
+        )
     if kept is not None:
-        slots_within(kept.shape[0], "checkpoints", checkpoint_indices=problem.checkpoint_indices)
+        slots_within(kept.shape[0], "the number in checkpoints", checkpoint_indices=problem.checkpoint_indices)
     if not switched_on("KDA_CHECK"):
         return
     N = problem.facts.N
@@ -63,12 +66,24 @@ def state_contents(problem: Problem) -> None:
     together = pool is not None and kept is not None and same(pool, kept)
     if pool is not None:
         written = [[to, *(due[n] if together else ())] for n, to in enumerate(write)]
-        no_collision("write_indices, checkpoint_indices" if together else "write_indices", read, written)
+        begin = begun(read, problem.fresh)
+        no_collision("write_indices, checkpoint_indices" if together else "write_indices", begin, written)
     if not together:
         no_collision("checkpoint_indices", [], due)
 
 
-def contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) -> None:
+def _above_zero(g: Tensor, cu_seqlens: Tensor | None, state_indices: Tensor | None) -> float | None:
+    """The largest of the given log decays above 0, if there is any. Padding may hold anything."""
+    rows = list(g) if cu_seqlens is None else [g[0, a:b] for a, b in pairwise(cu_seqlens.tolist())]
+    if state_indices is not None:
+        rows = [row for row, slot in zip(rows, state_indices.tolist(), strict=True) if slot >= 0]
+    worst = max((row.max().item() for row in rows if row.numel()), default=0.0)
+    return worst if worst > 0 else None
+
+
+def contents(
+    q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None, state_indices: Tensor | None = None
+) -> None:
     """What only the contents can tell: free on a CPU, a synchronisation elsewhere (done under KDA_CHECK=1 alone)."""
     if cu_seqlens is None and kind is not GateKind.GIVEN:
         return
@@ -87,13 +102,11 @@ def contents(q: Tensor, g: Tensor, kind: GateKind, cu_seqlens: Tensor | None) ->
                 )
         if offsets[-1] > q.shape[1]:
             raise ValueError(f"cu_seqlens: expected to end at most at T = {q.shape[1]}, got {offsets[-1]}")
-    if checking and kind is GateKind.GIVEN:
-        inside = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]  # padding may hold anything
-        if bool((inside > 0).any()):
-            raise ValueError(
-                f"g: expected log decays <= 0 when neither lower_bound nor A_log is given, got {inside.max().item()}; "
-                "pass the activated gate, or A_log for the raw one"
-            )
+    if checking and kind is GateKind.GIVEN and (worst := _above_zero(g, cu_seqlens, state_indices)) is not None:
+        raise ValueError(
+            f"g: expected log decays <= 0 when neither lower_bound nor A_log is given, got {worst}; "
+            "pass the activated gate, or A_log for the raw one"
+        )
 
 
 def _states(given: Inputs, N: int, checkpoint_every: int | None, output_final_state: bool) -> torch.dtype:
@@ -148,7 +161,7 @@ def _checkpoints(given: Inputs, N: int, every: int | None) -> None:
 _WRITTEN = {
     "out": "",
     "final_state": "initial_state",
-    "state_pool": "checkpoints",
+    "state_pool": "",
     "checkpoints": "state_pool",
 }
 
@@ -156,14 +169,14 @@ _WRITTEN = {
 def _writable(given: Inputs) -> None:
     written = [name for name in _WRITTEN if name in given.tensors]
     extents = {name: extent(x) for name, x in given.tensors.items()} if written else {}
-    for name in written:
+    for n, name in enumerate(written):
         buffer = given.tensors[name]
         if given.graded:
             raise ValueError(
                 f"{name}: expected no buffer while {', '.join(given.graded)} requires grad, got one; results written "
                 "in place cannot be differentiated. Leave the buffer out, or call under torch.no_grad()"
             )
-        others = {other: x for other, x in given.tensors.items() if other != name}
+        others = {other: x for other, x in given.tensors.items() if other not in written[n:]}  # each pair once
         if (partner := others.get(_WRITTEN[name])) is not None and same(partner, buffer):
             others.pop(_WRITTEN[name])
         require_writable(name, buffer, others, extents)
@@ -229,7 +242,7 @@ def forward(
         require_shape("out", out, "[B, T, HV, V]", (given.B, given.T, given.HV, given.V))
         require_dtype("out", out, q.dtype, "q's")
     _writable(given)
-    contents(q, g, given.gate, cu_seqlens)
+    contents(q, g, given.gate, cu_seqlens, state_indices)
 
     facts = given.facts(
         N=N,
@@ -257,7 +270,7 @@ def forward(
         fresh=fresh,
         checkpoints=checkpoints,
         checkpoint_indices=checkpoint_indices,
-        checkpoint_every=checkpoint_every or 0,
+        checkpoint_every=min(checkpoint_every or 0, 2**62),  # of what is never reached, a number that kernels can take
     )
     state_contents(problem)
     return problem

@@ -63,10 +63,17 @@ def looks_at_slots(q: Tensor) -> bool:
     return checking or q.device.type == "cpu"
 
 
-def slots_within(slots: int, pool: str = "the pool", **indices: Tensor | None) -> None:
+def slots_within(slots: int, what: str, **indices: Tensor | None) -> None:
     for name, value in indices.items():
         if value is not None and value.numel() and int(value.max()) >= slots:
-            raise ValueError(f"{name}: expected slots below {slots}, {pool}'s size, got {int(value.max())}")
+            raise ValueError(f"{name}: expected slots below {slots}, {what}, got {int(value.max())}")
+
+
+def begun(read: list[int], fresh: Tensor | None) -> list[int]:
+    """The slots that sequences begin from: none for those that are fresh."""
+    if fresh is None:
+        return read
+    return [-1 if new else slot for slot, new in zip(read, fresh.tolist(), strict=True)]
 
 
 def no_collision(names: str, reads: list[int], writes: Iterable[Iterable[int]]) -> None:
@@ -76,7 +83,7 @@ def no_collision(names: str, reads: list[int], writes: Iterable[Iterable[int]]) 
         for slot in written:
             if slot >= 0 and slot in owner:
                 raise ValueError(
-                    f"{names}: expected one write to a slot in a call, got slot {slot} in rows "
+                    f"{names}: expected one write to a slot in a call, got slot {slot} for sequences "
                     f"{owner[slot]} and {n}; give each its own, or a negative index for no write"
                 )
             if slot >= 0:
@@ -84,8 +91,8 @@ def no_collision(names: str, reads: list[int], writes: Iterable[Iterable[int]]) 
     for n, slot in enumerate(reads):
         if slot >= 0 and owner.get(slot, n) != n:
             raise ValueError(
-                f"state_indices: expected slots that no other row writes, got slot {slot} in row {n}, which row "
-                f"{owner[slot]} writes; rows run in any order"
+                f"state_indices: expected slots that no other sequence writes, got slot {slot} for sequence {n}, which "
+                f"sequence {owner[slot]} writes; sequences run in any order"
             )
 
 
@@ -96,17 +103,19 @@ def read_and_written(N: int, reads: Tensor | None, writes: Tensor | None) -> tup
     return read, [-1 if at < 0 else to for at, to in zip(read, write, strict=True)]
 
 
-def pool_contents(q: Tensor, slots: int, reads: Tensor | None, writes: Tensor | None, tokens: Tensor | None) -> None:
+def pool_contents(
+    q: Tensor, slots: int, reads: Tensor | None, writes: Tensor | None, tokens: Tensor | None, fresh: Tensor | None
+) -> None:
     """What only the indices' contents can tell: whether they are within the pool; collisions on request."""
     if not looks_at_slots(q):
         return
-    slots_within(slots, state_indices=reads, write_indices=writes, token_indices=tokens)
+    slots_within(slots, "the pool's size", state_indices=reads, write_indices=writes, token_indices=tokens)
     if not switched_on("KDA_CHECK"):
         return
     read, write = read_and_written(q.shape[0], reads, writes)
     after = [[]] * len(read) if tokens is None else tokens.tolist()
     written = [[] if at < 0 else [to, *each] for at, to, each in zip(read, write, after, strict=True)]
-    no_collision("write_indices, token_indices", read, written)
+    no_collision("write_indices, token_indices", begun(read, fresh), written)
 
 
 def step(
@@ -165,7 +174,7 @@ def step(
         if name in given.tensors:
             readers = {other: x for other, x in given.tensors.items() if other != name}
             require_writable(name, given.tensors[name], readers, extents)
-    pool_contents(q, state.shape[0], state_indices, write_indices, token_indices)
+    pool_contents(q, state.shape[0], state_indices, write_indices, token_indices, fresh)
 
     facts = given.facts(
         N=state.shape[0],

@@ -148,7 +148,7 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && tasks > grid;
   void* arguments[] = {&args};
   const bool fp16 = p->use_qk_l2norm && p->use_beta_sigmoid;
-  const bool slots = p->state_pool != nullptr || p->checkpoints != nullptr;
+  const bool slots = in_slots(*p) || p->checkpoints != nullptr;
   return cudaLaunchKernel(KERNELS[fp16][slots], dim3(grid), dim3(THREADS), arguments, shared_bytes,
                           static_cast<cudaStream_t>(stream));
 }

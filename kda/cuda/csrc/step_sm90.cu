@@ -70,7 +70,7 @@ __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp
 /// 1 / sqrt(x) by a Newton step from the device's own, whose error would be seen.
 __device__ __forceinline__ float inverse_root(float x) {
   const float y = rsqrtf(x);
-  return fmaf(0.5f * y, fmaf(-x * y, y, 1.0f), y);
+  return y == 0.0f ? y : fmaf(0.5f * y, fmaf(-x * y, y, 1.0f), y);  // of infinity 0
 }
 
 __device__ __forceinline__ float softplus(float x) {

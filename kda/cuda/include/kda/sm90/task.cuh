@@ -45,6 +45,11 @@ __device__ __forceinline__ int length_of(const kda_fwd_params& p, const Shared& 
   return max(start_of(p, s, sequence + 1) - start_of(p, s, sequence), 0);
 }
 
+/// Whether states lie in a pool. One without slots, all of whose sequences are padding, has no address.
+__host__ __device__ __forceinline__ bool in_slots(const kda_fwd_params& p) {
+  return p.state_pool != nullptr || p.state_indices != nullptr;
+}
+
 /// The slot whose state a sequence begins from, unless it is fresh; -1 for padding. SLOTS, here and elsewhere: whether
 /// the call has a pool or checkpoints. Without, what they need costs short sequences 6 % of their time, unused.
 template <bool SLOTS>
@@ -77,7 +82,7 @@ __device__ __forceinline__ Task task_of(const kda_fwd_params& p, const Shared& s
     task.row = 0, task.start = uniform(start_of(p, s, sequence)), task.length = uniform(length_of(p, s, sequence));
   }
   task.initial = p.initial_state == nullptr ? -1 : task.sequence;
-  if (SLOTS && p.state_pool != nullptr) {
+  if (SLOTS && in_slots(p)) {
     const int read = slot_to_read<SLOTS>(p, task.sequence);
     const bool fresh = p.fresh != nullptr && static_cast<const bool*>(p.fresh)[task.sequence * p.fresh_stride];
     task.initial = uniform(fresh ? -1 : read);
