@@ -105,6 +105,21 @@ def test_as_with_tensors_of_its_own(impl: str) -> None:
     assert pool[8].isnan().all()  # fresh, and written nowhere
 
 
+@pytest.mark.parametrize("impl", implementations())
+def test_in_inference_mode_and_under_autocast(impl: str) -> None:
+    """The same bits, at the first call and where the plan serves it."""
+    case = fitted_to(replace(BUSY, index_dtype="int64"), impl)
+    device = "cuda" if GPU and impl in ("triton", "cuda") else "cpu"
+    call, states = call_of(case, device)
+    plain = pool_of(case, states)
+    o = kda.fwd(**call, state_pool=plain, checkpoints=plain, impl=impl).o
+    with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+        for _ in range(2):
+            pool = pool_of(case, states)
+            assert torch.equal(kda.fwd(**call, state_pool=pool, checkpoints=pool, impl=impl).o, o)
+            torch.testing.assert_close(pool, plain, rtol=0, atol=0, equal_nan=True)
+
+
 # ---- layouts
 
 

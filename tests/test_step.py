@@ -314,6 +314,18 @@ def test_odd_indices_are_validated_once(impl: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("impl", impls())
+def test_in_inference_mode_and_under_autocast(impl: str) -> None:
+    call, states = call_of(MODEL, impl)
+    plain = states.clone()
+    o = kda.step(**call, state=plain)
+    with torch.inference_mode(), torch.autocast(states.device.type, torch.bfloat16):
+        for _ in range(2):
+            pool = states.clone()
+            assert_equal(kda.step(**call, state=pool), o)
+            assert_equal(pool, plain)
+
+
+@pytest.mark.parametrize("impl", impls())
 def test_padding_alone_needs_no_pool(impl: str) -> None:
     call, states = call_of(MODEL, impl)
     nothing = torch.full((5,), -1, device=states.device)

@@ -65,7 +65,7 @@ def fwd(problem: Problem) -> Output:
     if known is None:
         known = problem.memo["cuda"] = _parameters(problem, tensors)
     addresses = _ADDRESSES.pack(*(0 if x is None else x.data_ptr() for x in tensors.values()))
-    library.check(launch("kda_fwd_sm90", addresses + known, problem.q.device, careful=False))
+    library.check(launch(library.load().kda_fwd_sm90, addresses + known, problem.q.device, careful=False))
 
     if problem.out is not None and out is not problem.out:
         out = problem.out.copy_(out)
@@ -88,7 +88,8 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output |
         tensors[_OUT] = out
         if made is not None:
             tensors[_FINAL] = made
-    if error := launch("kda_fwd_sm90", _ADDRESSES.pack(*map(_address, tensors)) + known, device, careful=True):
+    addresses = _ADDRESSES.pack(*map(_address, tensors))
+    if error := launch(library.load().kda_fwd_sm90, addresses + known, device, careful=True):
         if error == library.REFUSED:
             return None
         library.check(error)

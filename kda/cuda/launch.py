@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from kda.cuda import library
 from kda.streams import current_stream
 
 
-def launch(function: str, parameters: bytes, device: torch.device, careful: bool) -> int:
+def launch(function: Callable[[bytes, int, bool], int], parameters: bytes, device: torch.device, careful: bool) -> int:
     """The library's error, 0 if there was none.
 
     careful: look for buffers that lie on other tensors, which validation has not done.
@@ -17,4 +18,4 @@ def launch(function: str, parameters: bytes, device: torch.device, careful: bool
     if stream is None:
         with torch.cuda.device(device):
             return launch(function, parameters, device, careful)
-    return getattr(library.load(), function)(parameters, stream, careful)
+    return function(parameters, stream, careful)

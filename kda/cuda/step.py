@@ -48,7 +48,7 @@ def step(problem: StepProblem) -> Tensor:
     if known is None:
         known = problem.memo["cuda"] = _parameters(problem, tensors)
     addresses = _ADDRESSES.pack(*(0 if x is None else x.data_ptr() for x in tensors.values()))
-    library.check(launch("kda_step_sm90", addresses + known, problem.q.device, careful=False))
+    library.check(launch(library.load().kda_step_sm90, addresses + known, problem.q.device, careful=False))
     return out
 
 
@@ -62,7 +62,7 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Tensor |
         tensors = [*tensors]
         tensors[_OUT] = out
     addresses = _ADDRESSES.pack(*map(_address, tensors))
-    if error := launch("kda_step_sm90", addresses + known, out.device, careful=True):
+    if error := launch(library.load().kda_step_sm90, addresses + known, out.device, careful=True):
         if error == library.REFUSED:
             return None
         library.check(error)
