@@ -273,7 +273,8 @@ def test_collisions_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     padded = dict(call, state_pool=pool.clone(), A_log=None, dt_bias=None, lower_bound=None, g=-call["g"].abs())
     padded["g"][:, -3:] = 1
     kda.fwd(**padded)
-    with pytest.raises(ValueError, match="g: expected log decays <= 0"):
+    padded["g"][:, -3] = torch.nan
+    with pytest.raises(ValueError, match="g: expected log decays <= 0 .*, got 1.0"):
         kda.fwd(**{**padded, "state_indices": index(3, 1, 8, 0, 16)})
     for changes, message in (
         ({"write_indices": index(4, 2, 4, 0, -1)}, "write_indices: .*slot 4 for sequences 0 and 2"),

@@ -77,8 +77,8 @@ def _above_zero(g: Tensor, cu_seqlens: Tensor | None, state_indices: Tensor | No
     rows = list(g) if cu_seqlens is None else [g[0, a:b] for a, b in pairwise(cu_seqlens.tolist())]
     if state_indices is not None:
         rows = [row for row, slot in zip(rows, state_indices.tolist(), strict=True) if slot >= 0]
-    worst = max((row.max().item() for row in rows if row.numel()), default=0.0)
-    return worst if worst > 0 else None
+    above = [row[row > 0] for row in rows]  # NaN is not
+    return max((x.max().item() for x in above if x.numel()), default=None)
 
 
 def contents(
