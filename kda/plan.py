@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, Generic, TypeVar
 
@@ -98,7 +98,9 @@ class Plan(_Remembered):
             if (facts.pool or facts.checkpoint_dtype is not None) and validate.looks_at_slots(tensors[0]):
                 validate.state_contents(self.problem(tensors))
         if implementation.again is not None:
-            return implementation.again(facts, self.fields["memo"], tensors)
+            done = implementation.again(facts, self.fields["memo"], tensors, partial(self.apart, tensors))
+            if done is not None:
+                return done
         return fallback(implementation, self.problem(tensors)) if self.apart(tensors) else None
 
     def apart(self, tensors: list[Tensor]) -> bool:
@@ -140,17 +142,19 @@ class StepPlan(_Remembered):
             indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
             validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
         if implementation.step_again is not None:
-            done = implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, self.apart)
+            apart = partial(self.apart, tensors)
+            done = implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, apart)
             if done is not None:
                 return done
-        if not self.apart([*map(_address, tensors)]):
+        if not self.apart(tensors):
             return None
         problem = object.__new__(StepProblem)
         _fill(problem.__dict__, self.fields, STEP_TENSORS, tensors, self.views)
         return run(implementation, problem)
 
-    def apart(self, addresses: list[int]) -> bool:
+    def apart(self, tensors: list[Tensor]) -> bool:
         """Whether rows are aligned, and no buffer lies on another tensor."""
+        addresses = [*map(_address, tensors)]
         if reduce(or_, _step_rows(addresses)) % VECTOR:
             return False
         return _alone(_STEP_STATE, addresses, self.sizes) and _alone(_STEP_OUT, addresses, self.sizes)

@@ -182,6 +182,23 @@ def buffers(
     return out, final
 
 
+_OUT, _FINAL = TENSORS.index("out"), TENSORS.index("final_state")
+
+
+def with_buffers(facts: Facts, tensors: list[Tensor]) -> tuple[list[Tensor], Output]:
+    """The tensors of a repeated call, in the order of TENSORS, with buffers that are not there made, and the result."""
+    out, final = tensors[_OUT], tensors[_FINAL]
+    made = final if facts.final_state else None
+    if out is ABSENT[_OUT] or made is ABSENT[_FINAL]:
+        given = (None if type(x) is Mark else x for x in (out, final))
+        out, made = buffers(facts, tensors[0].device, *given)
+        tensors = [*tensors]
+        tensors[_OUT] = out
+        if made is not None:
+            tensors[_FINAL] = made
+    return tensors, Output(out, made)
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A validated call. Shapes as in `kda.fwd`; A_log is [HV] and dt_bias [HV, K] here."""
@@ -271,10 +288,10 @@ class Implementation:
     notes:        what it would do that a caller may want to know, such as a copy of a strided input.
     again:        `fwd` for a repeated call, where only addresses and contents are new: from the facts and memo, and
                   the tensors in the order of TENSORS, `ABSENT` for what is not there. It has to look for buffers that
-                  lie on other tensors, and for addresses that are not aligned. None if validation has to look again.
+                  lie on other tensors and for rows that are not aligned, or ask the last argument, which is true where
+                  neither is so. None if it has no short cut for these.
     step:         `kda.step`, the state updated in place; None where there is none, which `reasons` says then.
-    step_again:   `step` for a repeated call, as `again`, with the tensors in the order of STEP_TENSORS. The last
-                  argument tells from their addresses whether no buffer lies on another tensor.
+    step_again:   `step` for a repeated call, as `again`, with the tensors in the order of STEP_TENSORS.
     """
 
     name: str
@@ -285,8 +302,6 @@ class Implementation:
     unavailable: Callable[[], str | None] = field(default=_available)
     build: Callable[..., Path] | None = None
     notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])
-    again: Callable[[Facts, dict[str, Any], list[Tensor]], Output | None] | None = None
+    again: Callable[[Facts, dict[str, Any], list[Tensor], Callable[[], bool]], Output | None] | None = None
     step: Callable[[StepProblem], Tensor] | None = None
-    step_again: Callable[[Facts, dict[str, Any], list[Tensor], Callable[[list[int]], bool]], Tensor | None] | None = (
-        None
-    )
+    step_again: Callable[[Facts, dict[str, Any], list[Tensor], Callable[[], bool]], Tensor | None] | None = None

@@ -120,7 +120,7 @@ def _fwd(problem: Problem) -> Output:
     return _host("fwd").fwd(problem)
 
 
-def _again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output | None:
+def _again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], _: object) -> Output | None:
     return _host("fwd").again(facts, memo, tensors)
 
 

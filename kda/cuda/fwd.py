@@ -11,12 +11,11 @@ from torch import Tensor
 from kda.cuda import library
 from kda.cuda.launch import launch
 from kda.cuda.params import DTYPES, FwdParams, describe
-from kda.problem import ABSENT, TENSORS, Facts, Mark, Output, Problem, buffers
+from kda.problem import TENSORS, Facts, Output, Problem, with_buffers
 
 #: The addresses, which the structure begins with.
 _ADDRESSES = struct.Struct(f"{len(TENSORS)}P")
 _address = Tensor.data_ptr
-_OUT, _FINAL = TENSORS.index("out"), TENSORS.index("final_state")
 
 
 def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> bytes:
@@ -79,18 +78,11 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output |
     known = memo.get("cuda")
     if known is None or facts.N * facts.HV == 0:
         return None
-    device, out, final = tensors[0].device, tensors[_OUT], tensors[_FINAL]
-    made = final if facts.final_state else None
-    if out is ABSENT[_OUT] or made is ABSENT[_FINAL]:
-        tensors = [*tensors]
-        given = (None if type(x) is Mark else x for x in (out, final))
-        out, made = buffers(facts, device, *given)
-        tensors[_OUT] = out
-        if made is not None:
-            tensors[_FINAL] = made
+    device = tensors[0].device
+    tensors, result = with_buffers(facts, tensors)
     addresses = _ADDRESSES.pack(*map(_address, tensors))
     if error := launch(library.load().kda_fwd_sm90, addresses + known, device, careful=True):
         if error == library.REFUSED:
             return None
         library.check(error)
-    return Output(out, made)
+    return result

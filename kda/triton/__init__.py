@@ -74,14 +74,20 @@ def _step(problem: StepProblem) -> Tensor:
     return step(problem)
 
 
-def _step_again(
-    facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[list[int]], bool]
-) -> Tensor | None:
-    launch = memo.get("triton")
-    if launch is None:
+def _again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[], bool]) -> Output | None:
+    if "triton" not in memo:
         return None
-    addresses = [x.data_ptr() for x in tensors]
-    return launch.again(tensors, addresses) if apart(addresses) else None
+    from kda.triton.forward import again
+
+    return again(facts, memo, tensors, apart)
+
+
+def _step_again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[], bool]) -> Tensor | None:
+    if "triton" not in memo:
+        return None
+    from kda.triton.step import again
+
+    return again(memo, tensors, apart)
 
 
 IMPL = Implementation(
@@ -91,6 +97,7 @@ IMPL = Implementation(
     rounding=_rounding,
     fwd=_fwd,
     unavailable=_unavailable,
+    again=_again,
     step=_step,
     step_again=_step_again,
 )

@@ -8,8 +8,7 @@ tokens was not that after one alone.)
 """
 
 import contextlib
-from functools import reduce
-from operator import or_
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from kda.problem import STEP_TENSORS, Mark, StepProblem
 from kda.streams import current_stream
 from kda.triton.config import power_of_two
 from kda.triton.forward import GATES, strides
+from kda.triton.launch import aligned, launch
 from kda.triton.math import cast, exp, log_decay, sigmoid, slot_at, unit_factor
 
 #: Columns of V per program and its warps (NOTES.md): the same for every batch, so that no sum depends on
@@ -184,34 +184,6 @@ def step_kernel(
     _store(state, write, s_n, tile, S, c < tl.where(write >= 0, columns, 0), in_k, INTERPRET)
 
 
-#: Triton compiles for pointers that are multiples of this, and for others.
-ALIGNMENT = 16
-
-
-class Launch:
-    """A launch that has been made, to be made again with tensors of the same kind elsewhere.
-
-    Triton finds the compiled kernel by looking at some seventy arguments, which takes longer than all else in a step.
-    """
-
-    def __init__(self, kernel: Any, grid: tuple[int, int, int], rest: tuple[Any, ...]) -> None:
-        """kernel: what Triton's launch returned; rest: its arguments after the tensors, constants included."""
-        self._launch, self._rest = kernel[grid], rest
-
-    def again(self, tensors: list[Tensor], addresses: list[int]) -> Tensor | None:
-        """None where another kernel is called for. Tensors and addresses are in the order of STEP_TENSORS."""
-        q, out = tensors[0], tensors[_OUT]
-        stream = current_stream(q.device)
-        if reduce(or_, addresses) % ALIGNMENT or stream is None:
-            return None
-        if type(out) is Mark:
-            like = tensors[_V]
-            out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            addresses[_OUT] = out.data_ptr()
-        self._launch(*addresses, *self._rest, stream=stream)
-        return out
-
-
 def step(problem: StepProblem) -> Tensor:
     """`kda.step` in one launch and no memory but `out`."""
     facts, state = problem.facts, problem.state
@@ -243,11 +215,23 @@ def step(problem: StepProblem) -> Tensor:
         facts.V,
     )
     constants = dict(KP=power_of_two(facts.K), BV=block_v, GATE=GATES[facts.gate], INTERPRET=facts.triton_interpreter)
-    grid = (facts.B * facts.HV * triton.cdiv(facts.V, block_v), 1, 1)
+    programs = facts.B * facts.HV * triton.cdiv(facts.V, block_v)
     on_device = torch.cuda.device(v.device) if v.is_cuda else contextlib.nullcontext()
     with on_device:
-        kernel = step_kernel[grid](*tensors, *numbers, **constants, num_warps=WARPS, enable_fp_fusion=False)
-    aligned = not any(x.data_ptr() % ALIGNMENT for x in tensors)
-    if aligned and not facts.triton_interpreter:
-        problem.memo.setdefault("triton", Launch(kernel, grid, (*numbers, *constants.values())))
+        made = launch(step_kernel, programs, tensors, numbers, constants, num_warps=WARPS, enable_fp_fusion=False)
+    if made is not None:
+        problem.memo.setdefault("triton", made)
+    return out
+
+
+def again(memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[], bool]) -> Tensor | None:
+    """`step` of a repeated call; None where another kernel is called for."""
+    known, out, stream = memo.get("triton"), tensors[_OUT], current_stream(tensors[0].device)
+    addresses = [x.data_ptr() for x in tensors]
+    if known is None or stream is None or not aligned(addresses) or not apart():
+        return None
+    if type(out) is Mark:
+        out = torch.empty_like(tensors[_V])
+        addresses[_OUT] = out.data_ptr()
+    known(addresses, stream)
     return out
