@@ -274,7 +274,7 @@ def test_collisions_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     padded["g"][:, -3:] = 1
     kda.fwd(**padded)
     padded["g"][:, -3] = torch.nan
-    with pytest.raises(ValueError, match="g: expected log decays <= 0 .*, got 1.0"):
+    with pytest.raises(ValueError, match=r"g: expected log decays <= 0 .*, got 1\.0"):
         kda.fwd(**{**padded, "state_indices": index(3, 1, 8, 0, 16)})
     for changes, message in (
         ({"write_indices": index(4, 2, 4, 0, -1)}, "write_indices: .*slot 4 for sequences 0 and 2"),
