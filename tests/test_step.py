@@ -314,6 +314,18 @@ def test_odd_indices_are_validated_once(impl: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("impl", impls())
+def test_new_results_are_contiguous(impl: str) -> None:
+    """Whatever v's strides are, and where the plan serves the call too."""
+    call, states = call_of(replace(MODEL, strides="heads-first"), impl)
+    assert not call["v"].is_contiguous()
+    expected = kda.step(**{**call, **{name: call[name].contiguous() for name in TOKENS}}, state=states.clone())
+    for _ in range(3):
+        o = kda.step(**call, state=states.clone())
+        assert o.is_contiguous()
+        assert_equal(o, expected)
+
+
+@pytest.mark.parametrize("impl", impls())
 def test_in_inference_mode_and_under_autocast(impl: str) -> None:
     call, states = call_of(MODEL, impl)
     plain = states.clone()

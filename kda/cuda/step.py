@@ -43,7 +43,10 @@ def _parameters(problem: StepProblem, tensors: dict[str, Tensor | None]) -> byte
 def step(problem: StepProblem) -> Tensor:
     """`kda.step` in one launch and no memory but `out`."""
     tensors: dict[str, Tensor | None] = {name: getattr(problem, name) for name in STEP_TENSORS}
-    out = tensors["out"] = torch.empty_like(problem.v) if problem.out is None else problem.out
+    out = problem.out
+    if out is None:
+        out = torch.empty_like(problem.v, memory_format=torch.contiguous_format)
+    tensors["out"] = out
     known = problem.memo.get("cuda")
     if known is None:
         known = problem.memo["cuda"] = _parameters(problem, tensors)
@@ -58,7 +61,7 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Tensor |
     if known is None:
         return None
     if type(out) is Mark:
-        out = torch.empty_like(tensors[_V])
+        out = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)
         tensors = [*tensors]
         tensors[_OUT] = out
     addresses = _ADDRESSES.pack(*map(_address, tensors))

@@ -231,7 +231,7 @@ def again(memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[], bool]
     if known is None or stream is None or not aligned(addresses) or not apart():
         return None
     if type(out) is Mark:
-        out = torch.empty_like(tensors[_V])
+        out = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)
         addresses[_OUT] = out.data_ptr()
     known(addresses, stream)
     return out
