@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, Generic, TypeVar
 
@@ -98,7 +98,7 @@ class Plan(_Remembered):
             if (facts.pool or facts.checkpoint_dtype is not None) and validate.looks_at_slots(tensors[0]):
                 validate.state_contents(self.problem(tensors))
         if implementation.again is not None:
-            done = implementation.again(facts, self.fields["memo"], tensors, partial(self.apart, tensors))
+            done = implementation.again(facts, self.fields["memo"], tensors, self.apart)
             if done is not None:
                 return done
         return fallback(implementation, self.problem(tensors)) if self.apart(tensors) else None
@@ -142,8 +142,7 @@ class StepPlan(_Remembered):
             indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
             validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
         if implementation.step_again is not None:
-            apart = partial(self.apart, tensors)
-            done = implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, apart)
+            done = implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, self.apart)
             if done is not None:
                 return done
         if not self.apart(tensors):
@@ -219,7 +218,7 @@ def key_of(a: Tensor | None, b: Tensor | None, *rest: Hashable) -> Hashable:
     """
     try:
         shapes = a.shape, None if b is None else b.shape  # type: ignore[union-attr]
-        return (*shapes, torch.is_grad_enabled(), *rest, *map(type, rest))
+        return shapes, torch.is_grad_enabled(), rest, tuple(map(type, rest))
     except (AttributeError, RuntimeError):  # no tensors, or none that has a shape: validation says what
         return None
 

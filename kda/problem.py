@@ -276,6 +276,10 @@ def _available() -> str | None:
     return None
 
 
+#: Whether no buffer of a call lies on another tensor, and rows are aligned.
+Apart = Callable[[list[Tensor]], bool]
+
+
 @dataclass(frozen=True)
 class Implementation:
     """What a folder exports as IMPL.
@@ -288,8 +292,8 @@ class Implementation:
     notes:        what it would do that a caller may want to know, such as a copy of a strided input.
     again:        `fwd` for a repeated call, where only addresses and contents are new: from the facts and memo, and
                   the tensors in the order of TENSORS, `ABSENT` for what is not there. It has to look for buffers that
-                  lie on other tensors and for rows that are not aligned, or ask the last argument, which is true where
-                  neither is so. None if it has no short cut for these.
+                  lie on other tensors and for rows that are not aligned, or ask the last argument about the tensors,
+                  which is true where neither is so. None if it has no short cut for these.
     step:         `kda.step`, the state updated in place; None where there is none, which `reasons` says then.
     step_again:   `step` for a repeated call, as `again`, with the tensors in the order of STEP_TENSORS.
     """
@@ -302,6 +306,6 @@ class Implementation:
     unavailable: Callable[[], str | None] = field(default=_available)
     build: Callable[..., Path] | None = None
     notes: Callable[[Facts], list[str]] = field(default=lambda facts: [])
-    again: Callable[[Facts, dict[str, Any], list[Tensor], Callable[[], bool]], Output | None] | None = None
+    again: Callable[[Facts, dict[str, Any], list[Tensor], Apart], Output | None] | None = None
     step: Callable[[StepProblem], Tensor] | None = None
-    step_again: Callable[[Facts, dict[str, Any], list[Tensor], Callable[[], bool]], Tensor | None] | None = None
+    step_again: Callable[[Facts, dict[str, Any], list[Tensor], Apart], Tensor | None] | None = None

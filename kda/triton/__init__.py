@@ -7,14 +7,13 @@ one table of tiles, `forward` the host side; `step` is the decode step. Triton i
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda.numerics import Rounding, unit_roundoff
-from kda.problem import Facts, Implementation, Output, Problem, StepProblem
+from kda.problem import Apart, Facts, Implementation, Output, Problem, StepProblem
 from kda.triton.config import FP16_LOST, tiles
 
 MAX_CHANNELS = 256
@@ -74,7 +73,7 @@ def _step(problem: StepProblem) -> Tensor:
     return step(problem)
 
 
-def _again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[], bool]) -> Output | None:
+def _again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Apart) -> Output | None:
     if "triton" not in memo:
         return None
     from kda.triton.forward import again
@@ -82,7 +81,7 @@ def _again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Cal
     return again(facts, memo, tensors, apart)
 
 
-def _step_again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[], bool]) -> Tensor | None:
+def _step_again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Apart) -> Tensor | None:
     if "triton" not in memo:
         return None
     from kda.triton.step import again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kda.problem import TENSORS, Facts, GateKind, Output, Problem, with_buffers
+from kda.problem import TENSORS, Apart, Facts, GateKind, Output, Problem, with_buffers
 from kda.streams import current_stream
 from kda.triton import math
 from kda.triton.config import anchored_rows, power_of_two, tiles
@@ -222,12 +221,12 @@ def fwd(problem: Problem) -> Output:
     return Output(out, final if facts.final_state else None)
 
 
-def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[], bool]) -> Output | None:
+def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Apart) -> Output | None:
     """`fwd` of a repeated call: the same kernels by addresses; None where others are called for."""
     known: Repeated = memo["triton"]
     device = tensors[0].device
     stream = current_stream(device)
-    if stream is None or not apart():
+    if stream is None or not apart(tensors):
         return None
     tensors, result = with_buffers(facts, tensors)
     at = dict(zip(TENSORS, map(Tensor.data_ptr, tensors), strict=True))

@@ -8,7 +8,6 @@ tokens was not that after one alone.)
 """
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda.problem import STEP_TENSORS, Mark, StepProblem
+from kda.problem import STEP_TENSORS, Apart, Mark, StepProblem
 from kda.streams import current_stream
 from kda.triton.config import power_of_two
 from kda.triton.forward import GATES, strides
@@ -224,11 +223,11 @@ def step(problem: StepProblem) -> Tensor:
     return out
 
 
-def again(memo: dict[str, Any], tensors: list[Tensor], apart: Callable[[], bool]) -> Tensor | None:
+def again(memo: dict[str, Any], tensors: list[Tensor], apart: Apart) -> Tensor | None:
     """`step` of a repeated call; None where another kernel is called for."""
     known, out, stream = memo.get("triton"), tensors[_OUT], current_stream(tensors[0].device)
     addresses = [x.data_ptr() for x in tensors]
-    if known is None or stream is None or not aligned(addresses) or not apart():
+    if known is None or stream is None or not aligned(addresses) or not apart(tensors):
         return None
     if type(out) is Mark:
         out = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)

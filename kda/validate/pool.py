@@ -60,7 +60,7 @@ def looks_at_slots(q: Tensor) -> bool:
     checking = switched_on("KDA_CHECK")
     if checking:
         require_no_capture(q)
-    return checking or q.device.type == "cpu"
+    return checking or q.is_cpu
 
 
 def slots_within(slots: int, what: str, **indices: Tensor | None) -> None:
