@@ -250,8 +250,10 @@ def step(
         )
         return traced if out is None else out.copy_(traced)
     flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
-    given = (q, k, v, g, beta, state, out, A_log, dt_bias, state_indices, write_indices, token_indices, fresh)
-    key = plan.key_of(q, state, scale, lower_bound, *flags, impl, dispatch.generation())
+    given: tuple[Tensor | None, ...] = (q, k, v, g, beta, state, out, A_log, dt_bias, state_indices)
+    if write_indices is not None or token_indices is not None or fresh is not None:
+        given = (*given, write_indices, token_indices, fresh)  # else a microsecond less to be looked at
+    key = plan.key_of(q, state, scale, lower_bound, *flags, impl, dispatch.generation(), len(given))
     known = _STEP_PLANS.find(key, tensors := plan.filled(given))
     if known is not None:
         done = known.run(dispatch.implementation(known.impl), tensors, _run_step)

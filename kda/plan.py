@@ -139,7 +139,7 @@ class StepPlan(_Remembered):
     ) -> Tensor | None:
         """A call that the plan serves, by `run`; None if it needs a closer look."""
         if validate.looks_at_slots(tensors[0]):
-            indices = (None if type(x) is Mark else x for x in tensors[_STEP_INDICES])
+            indices = (None if type(x) is Mark else x for x in all_of_step(tensors)[_STEP_INDICES])
             validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
         if implementation.step_again is not None:
             done = implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, self.apart)
@@ -148,7 +148,7 @@ class StepPlan(_Remembered):
         if not self.apart(tensors):
             return None
         problem = object.__new__(StepProblem)
-        _fill(problem.__dict__, self.fields, STEP_TENSORS, tensors, self.views)
+        _fill(problem.__dict__, self.fields, STEP_TENSORS, all_of_step(tensors), self.views)
         return run(implementation, problem)
 
     def apart(self, tensors: list[Tensor]) -> bool:
@@ -226,6 +226,11 @@ def key_of(a: Tensor | None, b: Tensor | None, *rest: Hashable) -> Hashable:
 def filled(tensors: Tensors) -> list[Tensor]:
     """The tensors, with `ABSENT` for what is not there."""
     return [absent if x is None else x for x, absent in zip(tensors, ABSENT)]  # noqa: B905 (0.1 us)
+
+
+def all_of_step(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors of a step, with those that were left out at the end because none of them is there."""
+    return [*tensors, *ABSENT[len(tensors) : len(STEP_TENSORS)]]
 
 
 _IN_PLACE, _IN_POOL = mark(1), mark(2)
@@ -314,7 +319,7 @@ def plan_of(impl: str, problem: Problem, tensors: list[Tensor]) -> Plan | None:
 
 def step_plan_of(impl: str, problem: StepProblem, tensors: list[Tensor]) -> StepPlan | None:
     """What is remembered of a validated step; None where validation had to copy something, or addresses are odd."""
-    views = _views_of(problem, dict(zip(STEP_TENSORS, tensors, strict=True)))
+    views = _views_of(problem, dict(zip(STEP_TENSORS, all_of_step(tensors), strict=True)))
     if views is None or problem.facts.unaligned:
         return None
     fields = {name: value for name, value in problem.__dict__.items() if name not in STEP_TENSORS}

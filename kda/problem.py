@@ -295,7 +295,8 @@ class Implementation:
                   lie on other tensors and for rows that are not aligned, or ask the last argument about the tensors,
                   which is true where neither is so. None if it has no short cut for these.
     step:         `kda.step`, the state updated in place; None where there is none, which `reasons` says then.
-    step_again:   `step` for a repeated call, as `again`, with the tensors in the order of STEP_TENSORS.
+    step_again:   `step` for a repeated call, as `again`, with the tensors in the order of STEP_TENSORS; the last may be
+                  left out if none of them is there.
     """
 
     name: str

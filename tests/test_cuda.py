@@ -17,7 +17,7 @@ import kda
 import kda.cuda.launch
 from kda import api, dispatch, plan, validate
 from kda.cuda import library
-from kda.cuda.params import FwdParams
+from kda.cuda.params import FwdParams, StepParams
 from kda.problem import aligned
 from kda.testing.cases import Case, arguments, within_hopper
 from kda.testing.judge import check, judge_call
@@ -159,6 +159,12 @@ class Recorder:
         )
         return 0
 
+    def kda_step_sm90(self, given: bytes, stream: int, careful: bool) -> int:
+        if careful and self.refuses:
+            return library.REFUSED
+        self.raw.append(given)
+        return 0
+
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
@@ -296,6 +302,39 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(validate, "forward", lambda *args, **flags: calls.append(1) or original(*args, **flags))
     monkeypatch.setattr(api, "_PLANS", plan.Plans())
     return calls
+
+
+@pytest.mark.parametrize("given", [(), ("state_indices",), ("fresh",), ("write_indices", "token_indices")])
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_repeated_step_launches_the_same(
+    record: Recorder, validated: list[int], monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], buffer: bool
+) -> None:
+    """The parameters of the same step on its own, byte for byte, whichever tensors are left out."""
+    monkeypatch.setattr(api, "_STEP_PLANS", plan.Plans())
+    for seed in (1, 2, 3):
+        call = arguments(Case(lengths=(2,) * 3, packed=False, H=2, group=2, K=128, V=128, seed=seed))
+        call["state"] = call.pop("initial_state")
+        del call["output_final_state"]
+        shapes = {"state_indices": (3,), "write_indices": (3,), "token_indices": (3, 2)}
+        for name in given:
+            call[name] = torch.tensor([True, False, True]) if name == "fresh" else torch.full(shapes[name], -1)
+        if buffer:
+            call["out"] = torch.empty_like(call["v"])
+        short = kda.step(**call, impl="cuda")
+        plans, api._STEP_PLANS = api._STEP_PLANS, plan.Plans()
+        alone = kda.step(**call, impl="cuda")
+        api._STEP_PLANS = plans
+        assert alone.shape == short.shape
+        a, b = (StepParams.from_buffer_copy(x) for x in record.raw[-2:])
+        assert (a.q, a.out, a.state) == (call["q"].data_ptr(), short.data_ptr(), call["state"].data_ptr())
+        for name in ("state_indices", "write_indices", "token_indices", "fresh"):
+            assert getattr(a, name) == (call[name].data_ptr() if name in given else None)
+        if not buffer:
+            b.out = a.out
+        assert bytes(a) == bytes(b)
+    record.refuses = True
+    again = kda.step(**call, impl="cuda")
+    assert again.shape == short.shape  # the library's quick look refuses, the plan's finds nothing, and it is launched
 
 
 def test_views_side_by_side_are_launched(record: Recorder, validated: list[int]) -> None:

@@ -15,6 +15,10 @@ from kda.problem import STEP_TENSORS, Facts, Mark, StepProblem
 
 #: The addresses, which the structure begins with.
 _ADDRESSES = struct.Struct(f"{len(STEP_TENSORS)}P")
+#: By how many are there: the rest is null.
+_SOME_ADDRESSES = [
+    struct.Struct(f"{n}P{_ADDRESSES.size - n * struct.calcsize('P')}x") for n in range(len(STEP_TENSORS) + 1)
+]
 _address = Tensor.data_ptr
 _V, _OUT = STEP_TENSORS.index("v"), STEP_TENSORS.index("out")
 
@@ -64,7 +68,7 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Tensor |
         out = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)
         tensors = [*tensors]
         tensors[_OUT] = out
-    addresses = _ADDRESSES.pack(*map(_address, tensors))
+    addresses = _SOME_ADDRESSES[len(tensors)].pack(*map(_address, tensors))
     if error := launch(library.load().kda_step_sm90, addresses + known, out.device, careful=True):
         if error == library.REFUSED:
             return None

@@ -226,7 +226,7 @@ def step(problem: StepProblem) -> Tensor:
 def again(memo: dict[str, Any], tensors: list[Tensor], apart: Apart) -> Tensor | None:
     """`step` of a repeated call; None where another kernel is called for."""
     known, out, stream = memo.get("triton"), tensors[_OUT], current_stream(tensors[0].device)
-    addresses = [x.data_ptr() for x in tensors]
+    addresses = [x.data_ptr() for x in tensors] + [0] * (len(STEP_TENSORS) - len(tensors))
     if known is None or stream is None or not aligned(addresses) or not apart(tensors):
         return None
     if type(out) is Mark:
