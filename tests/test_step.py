@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from targets import GPU, KERNELS, device, parameter
+from targets import GPU, KERNELS, device, kernels, parameter
 from torch import Tensor
 
 import kda
@@ -506,10 +506,10 @@ def test_who_runs_it() -> None:
         kda.step(**dict(call, impl="chunked"), state=states)
 
 
-@pytest.mark.skipif("triton" not in KERNELS or not GPU, reason="needs a GPU")
-@pytest.mark.gpu
-def test_graph_replay_sees_changed_indices() -> None:
-    call, states = call_of(replace(MODEL, lengths=(1,) * 5), "triton")
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("impl", kernels())
+def test_graph_replay_sees_changed_indices(impl: str) -> None:
+    call, states = call_of(replace(MODEL, lengths=(1,) * 5), impl)
     pool = pool_of(states, 11, [0, 2, 4, 6, 8])
     start = pool.clone()
     reads = torch.tensor([0, 2, 4, 6, 8], device="cuda", dtype=torch.int32)
@@ -532,12 +532,12 @@ def test_graph_replay_sees_changed_indices() -> None:
         assert_equal(pool, other)
 
 
-@pytest.mark.skipif("triton" not in KERNELS or not GPU, reason="needs a GPU")
-@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("impl", kernels())
 @pytest.mark.xdist_group("memory")
-def test_slots_beyond_32_bits() -> None:
+def test_slots_beyond_32_bits(impl: str) -> None:
     slots = 2**31 // (128 * 128) + 3
-    call, states = call_of(Case(lengths=(1,) * 3, packed=False, K=128, V=128, state_dtype="bfloat16"), "triton")
+    call, states = call_of(Case(lengths=(1,) * 3, packed=False, K=128, V=128, state_dtype="bfloat16"), impl)
     pool = torch.full((slots, 1, 128, 128), torch.nan, dtype=torch.bfloat16, device="cuda")
     at = torch.tensor([slots - 1, 0, slots - 2], device="cuda")
     pool[at] = states
