@@ -24,7 +24,7 @@ TABLE = {
 
 #: What `auto` may take, best first, by device type; and for a decode step.
 AUTO = {"cuda": ("cuda", "triton"), "cpu": ("chunked",)}
-AUTO_STEP = {"cuda": ("cuda", "triton"), "cpu": ("recurrent",)}
+AUTO_STEP = {**AUTO, "cpu": ("recurrent",)}
 
 
 class Unsupported(NotImplementedError):

@@ -95,7 +95,7 @@ class Plan(_Remembered):
             offsets = tensors[_OFFSETS] if facts.varlen else None
             slots = None if type(tensors[_READS]) is Mark else tensors[_READS]
             validate.contents(tensors[0], tensors[3], facts.gate, offsets, slots)
-            if (facts.pool or facts.checkpoint_dtype is not None) and validate.looks_at_slots(tensors[0]):
+            if (facts.pool or facts.checkpoint_dtype is not None) and validate.looks_at_contents(tensors[0]):
                 validate.state_contents(self.problem(tensors))
         if implementation.again is not None:
             done = implementation.again(facts, self.fields["memo"], tensors, self.apart)
@@ -138,9 +138,9 @@ class StepPlan(_Remembered):
         run: Callable[[Implementation, StepProblem], Tensor],
     ) -> Tensor | None:
         """A call that the plan serves, by `run`; None if it needs a closer look."""
-        if validate.looks_at_slots(tensors[0]):
+        if validate.looks_at_contents(tensors[0]):
             indices = (None if type(x) is Mark else x for x in all_of_step(tensors)[_STEP_INDICES])
-            validate.pool_contents(tensors[0], tensors[_STEP_STATE].shape[0], *indices)
+            validate.pool_contents(len(tensors[0]), len(tensors[_STEP_STATE]), *indices)
         if implementation.step_again is not None:
             done = implementation.step_again(self.fields["facts"], self.fields["memo"], tensors, self.apart)
             if done is not None:

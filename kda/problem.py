@@ -182,6 +182,11 @@ def buffers(
     return out, final
 
 
+def new_output(v: Tensor) -> Tensor:
+    """Room for o: like v, but contiguous whatever v's strides are."""
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
 _OUT, _FINAL = TENSORS.index("out"), TENSORS.index("final_state")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from targets import GPU, implementations
+from targets import GPU, device, implementations
 from torch import Tensor
 
 import kda
@@ -89,8 +89,7 @@ def test_drawn_patterns(impl: str) -> None:
 def test_as_with_tensors_of_its_own(impl: str) -> None:
     """The same bits as with initial and final states: nothing but where states lie is new."""
     case = fitted_to(BUSY, impl)
-    device = "cuda" if GPU and impl in ("triton", "cuda") else "cpu"
-    call, states = call_of(case, device)
+    call, states = call_of(case, device(impl))
     pool = pool_of(case, states)
     states[2] = 0  # fresh
     checkpoints = {name: call.pop(name) for name in ("checkpoint_indices", "checkpoint_every")}
@@ -109,11 +108,10 @@ def test_as_with_tensors_of_its_own(impl: str) -> None:
 def test_in_inference_mode_and_under_autocast(impl: str) -> None:
     """The same bits, at the first call and where the plan serves it."""
     case = fitted_to(replace(BUSY, index_dtype="int64"), impl)
-    device = "cuda" if GPU and impl in ("triton", "cuda") else "cpu"
-    call, states = call_of(case, device)
+    call, states = call_of(case, device(impl))
     plain = pool_of(case, states)
     o = kda.fwd(**call, state_pool=plain, checkpoints=plain, impl=impl).o
-    with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+    with torch.inference_mode(), torch.autocast(device(impl), torch.bfloat16):
         for _ in range(2):
             pool = pool_of(case, states)
             assert torch.equal(kda.fwd(**call, state_pool=pool, checkpoints=pool, impl=impl).o, o)
@@ -127,17 +125,18 @@ def test_in_inference_mode_and_under_autocast(impl: str) -> None:
 def test_slots_of_a_larger_tensor(impl: str) -> None:
     """Any stride from slot to slot, and transposed states where the implementation takes them."""
     case = fitted_to(replace(BUSY, index_dtype="int64"), impl)
-    device = "cuda" if GPU and impl in ("triton", "cuda") else "cpu"
-    call, states = call_of(case, device)
+    call, states = call_of(case, device(impl))
     exact = pool_of(case, states)
     o = kda.fwd(**call, state_pool=exact, checkpoints=exact, impl=impl).o
     slots, HV, V, K = exact.shape
     shapes: list[Callable[[], Tensor]] = [
-        lambda: torch.full((slots, HV * V * K + 48), torch.nan, device=device)[:, 16:-32].unflatten(1, (HV, V, K)),
-        lambda: torch.full((HV, slots, V, K), torch.nan, device=device).transpose(0, 1),
+        lambda: torch.full((slots, HV * V * K + 48), torch.nan, device=states.device)[:, 16:-32].unflatten(
+            1, (HV, V, K)
+        ),
+        lambda: torch.full((HV, slots, V, K), torch.nan, device=states.device).transpose(0, 1),
     ]
     if impl != "cuda":
-        shapes.append(lambda: torch.full((slots, HV, K, V), torch.nan, device=device).mT)
+        shapes.append(lambda: torch.full((slots, HV, K, V), torch.nan, device=states.device).mT)
     for make in shapes:
         pool = make()
         pool.copy_(pool_of(case, states))
@@ -167,7 +166,7 @@ def test_a_pool_that_the_kernel_cannot_address() -> None:
 def test_slots_of_unsigned_indices(impl: str, dtype: torch.dtype) -> None:
     """-1 is 255 in one of the dtypes: what is left out must not be taken for that slot."""
     case = fitted_to(PoolCase(case=Case(lengths=(70, 3), K=8, V=8), slots=300), impl)
-    call, states = call_of(case, "cuda" if GPU and impl in ("triton", "cuda") else "cpu")
+    call, states = call_of(case, device(impl))
     pool = torch.full((300, *states.shape[1:]), torch.nan, device=states.device)
     pool[[254, 7]] = states
     kda.fwd(**call, state_pool=pool, state_indices=torch.tensor([254, 7], dtype=dtype, device=states.device), impl=impl)
@@ -180,7 +179,7 @@ def test_slots_of_unsigned_indices(impl: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("impl", implementations())
 def test_a_checkpoint_that_never_comes(impl: str) -> None:
     case = fitted_to(PoolCase(case=Case(lengths=(129,), K=8, V=8), slots=2, kept=((0, 1),)), impl)
-    call, states = call_of(case, "cuda" if GPU and impl in ("triton", "cuda") else "cpu")
+    call, states = call_of(case, device(impl))
     for every in (2**63, 2**64, 2**64 + 64):
         pool = pool_of(case, states)
         kept = torch.full_like(pool, torch.nan)

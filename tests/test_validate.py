@@ -421,7 +421,7 @@ def test_checking_does_not_read_padding(monkeypatch, junk):
 class OnGPU(SimpleNamespace):
     """Stands for q on a GPU where validation looks at contents only."""
 
-    is_cuda, device, shape = True, torch.device("cuda"), (1, T, H, K)
+    is_cuda, is_cpu, device, shape = True, False, torch.device("cuda"), (1, T, H, K)
 
 
 class Unread:

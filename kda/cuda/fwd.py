@@ -64,7 +64,7 @@ def fwd(problem: Problem) -> Output:
     if known is None:
         known = problem.memo["cuda"] = _parameters(problem, tensors)
     addresses = _ADDRESSES.pack(*(0 if x is None else x.data_ptr() for x in tensors.values()))
-    library.check(launch(library.load().kda_fwd_sm90, addresses + known, problem.q.device, careful=False))
+    launch(library.load().kda_fwd_sm90, addresses + known, problem.q.device, careful=False)
 
     if problem.out is not None and out is not problem.out:
         out = problem.out.copy_(out)
@@ -81,8 +81,4 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output |
     device = tensors[0].device
     tensors, result = with_buffers(facts, tensors)
     addresses = _ADDRESSES.pack(*map(_address, tensors))
-    if error := launch(library.load().kda_fwd_sm90, addresses + known, device, careful=True):
-        if error == library.REFUSED:
-            return None
-        library.check(error)
-    return result
+    return result if launch(library.load().kda_fwd_sm90, addresses + known, device, careful=True) else None

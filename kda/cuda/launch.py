@@ -6,16 +6,21 @@ from collections.abc import Callable
 
 import torch
 
+from kda.cuda import library
 from kda.streams import current_stream
 
 
-def launch(function: Callable[[bytes, int, bool], int], parameters: bytes, device: torch.device, careful: bool) -> int:
-    """The library's error, 0 if there was none.
+def launch(function: Callable[[bytes, int, bool], int], parameters: bytes, device: torch.device, careful: bool) -> bool:
+    """False if the library refused. Raises RuntimeError with CUDA's text for its other errors.
 
-    careful: look for buffers that lie on other tensors, which validation has not done.
+    careful: look for buffers that lie on other tensors, which validation has not done, and refuse them.
     """
     stream = current_stream(device)
     if stream is None:
         with torch.cuda.device(device):
             return launch(function, parameters, device, careful)
-    return function(parameters, stream, careful)
+    if error := function(parameters, stream, careful):
+        if error == library.REFUSED:
+            return False
+        library.check(error)
+    return True

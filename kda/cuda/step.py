@@ -5,13 +5,12 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kda.cuda import library
 from kda.cuda.launch import launch
 from kda.cuda.params import GATES, StepParams, describe
-from kda.problem import STEP_TENSORS, Facts, Mark, StepProblem
+from kda.problem import STEP_TENSORS, Facts, Mark, StepProblem, new_output
 
 #: The addresses, which the structure begins with.
 _ADDRESSES = struct.Struct(f"{len(STEP_TENSORS)}P")
@@ -47,15 +46,12 @@ def _parameters(problem: StepProblem, tensors: dict[str, Tensor | None]) -> byte
 def step(problem: StepProblem) -> Tensor:
     """`kda.step` in one launch and no memory but `out`."""
     tensors: dict[str, Tensor | None] = {name: getattr(problem, name) for name in STEP_TENSORS}
-    out = problem.out
-    if out is None:
-        out = torch.empty_like(problem.v, memory_format=torch.contiguous_format)
-    tensors["out"] = out
+    out = tensors["out"] = new_output(problem.v) if problem.out is None else problem.out
     known = problem.memo.get("cuda")
     if known is None:
         known = problem.memo["cuda"] = _parameters(problem, tensors)
     addresses = _ADDRESSES.pack(*(0 if x is None else x.data_ptr() for x in tensors.values()))
-    library.check(launch(library.load().kda_step_sm90, addresses + known, problem.q.device, careful=False))
+    launch(library.load().kda_step_sm90, addresses + known, problem.q.device, careful=False)
     return out
 
 
@@ -65,12 +61,8 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Tensor |
     if known is None:
         return None
     if type(out) is Mark:
-        out = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)
+        out = new_output(tensors[_V])
         tensors = [*tensors]
         tensors[_OUT] = out
     addresses = _SOME_ADDRESSES[len(tensors)].pack(*map(_address, tensors))
-    if error := launch(library.load().kda_step_sm90, addresses + known, out.device, careful=True):
-        if error == library.REFUSED:
-            return None
-        library.check(error)
-    return out
+    return out if launch(library.load().kda_step_sm90, addresses + known, out.device, careful=True) else None

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from kda import api, dispatch
-from kda.problem import Output
+from kda.problem import Facts, Output, Span
 from kda.ref.error import SIGMAS, Deviation, deviation, expect
 from kda.testing.cases import DTYPES, TOKENS, PoolCase, StepCase, arguments, in_fp64
 from kda.testing.judge import Finding, device_of, facts_of, reproducer
+
+#: How far from the oracle, what else is wrong, and where the sequences lie.
+Judged = tuple[Deviation, list[str], list[Span]]
 
 
 def call_of(case: StepCase | PoolCase, device: str) -> tuple[dict[str, Any], Tensor]:
@@ -20,21 +23,19 @@ def call_of(case: StepCase | PoolCase, device: str) -> tuple[dict[str, Any], Ten
     call = arguments(case.case, device)
     del call["output_final_state"]
     states = call.pop("initial_state")
-    dtype = getattr(torch, case.index_dtype)
-    indices = {"state_indices": case.reads, "write_indices": case.writes}
+    N, dtype = len(states), getattr(torch, case.index_dtype)
+    indices: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "state_indices": (case.reads, (N,)),
+        "write_indices": (case.writes, (N,)),
+    }
     if isinstance(case, StepCase):
-        indices["token_indices"] = case.tokens  # type: ignore[assignment]
+        indices["token_indices"] = case.tokens, tuple(call["q"].shape[:2])
     elif case.kept is not None:
-        indices["checkpoint_indices"] = case.kept  # type: ignore[assignment]
+        indices["checkpoint_indices"] = case.kept, (N, len(case.kept[0]) if case.kept else 0)
         call["checkpoint_every"] = case.every
-    for name, values in indices.items():
+    for name, (values, shape) in indices.items():
         if values is not None:
-            shape = [len(states)] if name in ("state_indices", "write_indices") else [len(states), -1]
-            if not values:
-                shape = [0, 0] if len(shape) == 2 else [0]
             call[name] = torch.tensor(values, dtype=dtype, device=device).reshape(shape)
-    if isinstance(case, StepCase) and case.tokens is not None:
-        call["token_indices"] = call["token_indices"].reshape(call["q"].shape[:2])
     if case.fresh is not None:
         call["fresh"] = torch.tensor(case.fresh, dtype=torch.bool, device=device)
     return call, states
@@ -66,37 +67,38 @@ def _rows(case: StepCase | PoolCase) -> tuple[list[int], list[int], tuple[int, .
     return live, padding, reads(case) if case.writes is None else case.writes
 
 
-def _begins(case: StepCase | PoolCase, call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the call without a pool, whose states begin as the pool's rows do."""
+def _against_oracle(case: StepCase | PoolCase, impl: str, facts: Facts, o: Tensor, pool: Tensor) -> Judged:
+    """How far o and the states in the pool are from the oracle, whether padding is zero, and where the sequences lie.
+
+    The oracle has all rows; of those that leave no state in the pool it is asked for the output alone.
+    """
+    live, padding, writes = _rows(case)
+    full = arguments(case.case)
     if case.fresh is not None:
-        call["initial_state"] = call["initial_state"].clone()
-        call["initial_state"][torch.tensor(case.fresh, dtype=torch.bool, device=call["q"].device)] = 0
-    return call
+        full["initial_state"][torch.tensor(case.fresh, dtype=torch.bool)] = 0
+    problem = api.gather(**in_fp64(full))[0]
+    spans = problem.layout.spans()
+    exact = expect(problem, dispatch.implementation(impl).rounding(facts))
+    final, shown = exact.final_state.to(pool.dtype), exact.o.to(o.dtype)
+    for n in live:
+        row, start, stop = spans[n]
+        shown[row, start:stop] = o[row, start:stop].cpu()
+        if writes[n] >= 0:
+            final[n] = pool[writes[n]].cpu()
+    answered = any(bool(o[row, start:stop].any()) for row, start, stop in (spans[n] for n in padding))
+    wrong = ["a padding row's output is not zero"] if answered else []
+    return deviation(Output(shown, final), exact), wrong, spans
 
 
 def judge_step(case: StepCase, impl: str) -> tuple[Deviation, str]:
     """How far rows are from the oracle, and what is wrong with the pool: an empty text if nothing is."""
     call, states = call_of(case, device_of(impl))
-    live, padding, writes = _rows(case)
+    live, _, writes = _rows(case)
     pool = pool_of(case, states)
     before = pool.clone()
     o = api.step(**call, state=pool, impl=impl)
 
-    # The oracle has all rows; of those that leave no state in the pool it is asked for the output alone.
-    facts = replace(facts_of(case.case), operation="step")
-    full = _begins(case, arguments(case.case))
-    exact = expect(api.gather(**in_fp64(full))[0], dispatch.implementation(impl).rounding(facts))
-    final = exact.final_state.to(pool.dtype)
-    shown = exact.o.to(o.dtype)
-    for n in live:
-        shown[n] = o[n].cpu()
-        if writes[n] >= 0:
-            final[n] = pool[writes[n]].cpu()
-    d = deviation(Output(shown, final), exact)
-
-    wrong = []
-    if bool(o[padding].any()):
-        wrong.append("a padding row's output is not zero")
+    d, wrong, _ = _against_oracle(case, impl, replace(facts_of(case.case), operation="step"), o, pool)
     named = {writes[n] for n in live} | {slot for n in live for slot in (case.tokens[n] if case.tokens else ())}
     others = [slot for slot in range(case.slots) if slot not in named]
     if not same(pool[others], before[others]):
@@ -111,21 +113,12 @@ def judge_step(case: StepCase, impl: str) -> tuple[Deviation, str]:
     return d, "; ".join(wrong)
 
 
-def _spans(case: PoolCase) -> list[tuple[int, slice]]:
-    """Batch row and tokens of each sequence."""
-    lengths = case.case.lengths
-    if not case.case.packed:
-        return [(n, slice(0, length)) for n, length in enumerate(lengths)]
-    return [(0, slice(sum(lengths[:n]), sum(lengths[: n + 1]))) for n in range(len(lengths))]
-
-
-def _prefix(case: PoolCase, call: dict[str, Any], states: Tensor, n: int, tokens: int, impl: str) -> Tensor:
+def _prefix(case: PoolCase, call: dict[str, Any], states: Tensor, n: int, span: Span, tokens: int, impl: str) -> Tensor:
     """The final state of a call on the first tokens of sequence n alone."""
-    row, span = _spans(case)[n]
     elsewhere = ("state_indices", "write_indices", "fresh", "checkpoints", "checkpoint_indices", "checkpoint_every")
     own = {name: x for name, x in call.items() if name not in (*elsewhere, "cu_seqlens")}
     for name in TOKENS:
-        own[name] = call[name][row : row + 1, span.start : span.start + tokens]
+        own[name] = call[name][span.row : span.row + 1, span.start : span.start + tokens]
     begin = states[n : n + 1].float()  # the same values, and a final state that is not rounded
     if case.fresh and case.fresh[n]:
         begin = torch.zeros_like(begin)
@@ -136,7 +129,7 @@ def _prefix(case: PoolCase, call: dict[str, Any], states: Tensor, n: int, tokens
 def judge_pool(case: PoolCase, impl: str) -> tuple[Deviation, str]:
     """How far o and final states are from the oracle, and what is wrong with pool and checkpoints."""
     call, states = call_of(case, device_of(impl))
-    live, padding, writes = _rows(case)
+    live, _, writes = _rows(case)
     pool = pool_of(case, states)
     kept, kept_before = pool, pool.clone()
     if case.kept is not None:
@@ -147,20 +140,7 @@ def judge_pool(case: PoolCase, impl: str) -> tuple[Deviation, str]:
     before = pool.clone()
     o = api.fwd(**call, state_pool=pool, impl=impl).o
 
-    full = _begins(case, arguments(case.case))
-    exact = expect(api.gather(**in_fp64(full))[0], dispatch.implementation(impl).rounding(facts_of(case.case)))
-    final, shown = exact.final_state.to(pool.dtype), exact.o.to(o.dtype)
-    spans = _spans(case)
-    for n in live:
-        row, span = spans[n]
-        shown[row, span] = o[row, span].cpu()
-        if writes[n] >= 0:
-            final[n] = pool[writes[n]].cpu()
-    d = deviation(Output(shown, final), exact)
-
-    wrong = []
-    if any(bool(o[spans[n]].any()) for n in padding):
-        wrong.append("a padding sequence's output is not zero")
+    d, wrong, spans = _against_oracle(case, impl, facts_of(case.case), o, pool)
     if case.case.packed and bool(o[0, sum(case.case.lengths) :].any()):
         wrong.append("a row after the last sequence is not zero")
     due = [(n, m) for n in live for m in range(case.case.lengths[n] // case.every)] if case.kept is not None else []
@@ -177,7 +157,7 @@ def judge_pool(case: PoolCase, impl: str) -> tuple[Deviation, str]:
         wrong.append("a slot for no checkpoint has changed")
     bitwise = impl != "chunked"  # whose products are torch's, of other shapes then
     for slot, (n, tokens) in into.items():
-        alone = _prefix(case, call, states, n, tokens, impl)
+        alone = _prefix(case, call, states, n, spans[n], tokens, impl)
         close = same(kept[slot], alone)
         if not bitwise and not close:
             size = float(alone.float().abs().max()) if alone.numel() else 0.0

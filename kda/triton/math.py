@@ -37,6 +37,13 @@ def slot_at(indices, offset, slots, given):
 
 
 @triton.jit
+def slot_to_read(reads, reads_n, n, slots, has_reads):
+    """The slot a sequence begins from; -1 for padding."""
+    n = n.to(tl.int64)
+    return tl.where(has_reads != 0, slot_at(reads, n * reads_n, slots, has_reads), n)
+
+
+@triton.jit
 def cast(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
     """fp32 to `DTYPE`, to nearest even. The interpreter truncates to bf16, so there the bits are rounded first."""
     if INTERPRET and DTYPE == tl.bfloat16 and x.dtype == tl.float32:

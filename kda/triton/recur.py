@@ -6,7 +6,7 @@ Two dependent products a chunk: R = V - Kd S, then S' = diag(decay) S + Ak^T R; 
 import triton
 import triton.language as tl
 
-from kda.triton.math import bounds, cast, dot, indices, slot_at
+from kda.triton.math import bounds, cast, dot, indices, slot_at, slot_to_read
 
 
 @triton.jit
@@ -14,13 +14,6 @@ def _state_at(states, slot, s_n, s_h, s_v, s_k, hv, d, w):
     """Where a V block of one head's state lies in a slot, K first."""
     at = states + slot * s_n + hv * s_h
     return at + (d[:, None].to(tl.int64) * s_k + w[None, :].to(tl.int64) * s_v)
-
-
-@triton.jit
-def _slot_to_read(reads, reads_n, n, slots, has_reads):
-    """The slot a sequence begins from; -1 for padding."""
-    n = n.to(tl.int64)
-    return tl.where(has_reads != 0, slot_at(reads, n * reads_n, slots, has_reads), n)
 
 
 @triton.jit(
@@ -118,7 +111,7 @@ def recur_kernel(
         stop = start + T
         slot = row * tl.cdiv(T, C)
 
-    read = _slot_to_read(reads, reads_n, n, slots, has_reads)
+    read = slot_to_read(reads, reads_n, n, slots, has_reads)
     if read < 0:  # a sequence without a slot
         stop = start
 
@@ -171,7 +164,7 @@ def recur_kernel(
                     tl.store(at, cast(S, checkpoints.dtype.element_ty, INTERPRET), mask=in_state)
 
     # Looked up again: what is kept in registers until here makes the loop spill.
-    write = _slot_to_read(reads, reads_n, n, slots, has_reads)
+    write = slot_to_read(reads, reads_n, n, slots, has_reads)
     if (has_writes != 0) & (write >= 0):
         write = slot_at(writes, n.to(tl.int64) * writes_n, slots, has_writes)
     if (has_final != 0) & (write >= 0):

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda.problem import STEP_TENSORS, Apart, Mark, StepProblem
+from kda.problem import STEP_TENSORS, Apart, Mark, StepProblem, new_output
 from kda.streams import current_stream
 from kda.triton.config import power_of_two
 from kda.triton.forward import GATES, strides
 from kda.triton.launch import aligned, launch
-from kda.triton.math import cast, exp, log_decay, sigmoid, slot_at, unit_factor
+from kda.triton.math import cast, exp, log_decay, sigmoid, slot_at, slot_to_read, unit_factor
 
 #: Columns of V per program and its warps (NOTES.md): the same for every batch, so that no sum depends on
 #: the batch. The interpreter's time is by the program.
@@ -141,7 +141,7 @@ def step_kernel(
     hv = hv.to(tl.int64)
     d = tl.arange(0, KP).to(tl.int64)
     c = tl.program_id(0) % blocks * BV + tl.arange(0, BV).to(tl.int64)
-    read = tl.where(has_reads != 0, slot_at(reads, n * reads_n, slots, has_reads), n)
+    read = slot_to_read(reads, reads_n, n, slots, has_reads)
     write = tl.where(has_writes != 0, slot_at(writes, n * writes_n, slots, has_writes), read)
     active = read >= 0
     # Masks by limits: the interpreter does not combine a scalar with a block of truth values.
@@ -187,7 +187,7 @@ def step(problem: StepProblem) -> Tensor:
     """`kda.step` in one launch and no memory but `out`."""
     facts, state = problem.facts, problem.state
     v = problem.v
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if problem.out is None else problem.out
+    out = new_output(v) if problem.out is None else problem.out
     if facts.B * facts.HV == 0:
         return out
     given: dict[str, Tensor | None] = {name: getattr(problem, name) for name in STEP_TENSORS}
@@ -230,7 +230,7 @@ def again(memo: dict[str, Any], tensors: list[Tensor], apart: Apart) -> Tensor |
     if known is None or stream is None or not aligned(addresses) or not apart(tensors):
         return None
     if type(out) is Mark:
-        out = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)
+        out = new_output(tensors[_V])
         addresses[_OUT] = out.data_ptr()
     known(addresses, stream)
     return out

@@ -8,8 +8,8 @@ from kda.validate.fwd import contents, forward, state_contents
 from kda.validate.inputs import ROWS
 from kda.validate.layouts import mask, matrix, offsets, packed
 from kda.validate.memory import extent, meet, same
-from kda.validate.pool import looks_at_slots, pool_contents, step
-from kda.validate.require import implementation_name
+from kda.validate.pool import pool_contents, step
+from kda.validate.require import implementation_name, looks_at_contents
 
 __all__ = [
     "ROWS",
@@ -17,7 +17,7 @@ __all__ = [
     "extent",
     "forward",
     "implementation_name",
-    "looks_at_slots",
+    "looks_at_contents",
     "mask",
     "matrix",
     "meet",

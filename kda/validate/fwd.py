@@ -12,10 +12,9 @@ from kda.numerics import CHUNK
 from kda.problem import GateKind, Layout, Problem, computed_in
 from kda.validate.inputs import Inputs, check_inputs
 from kda.validate.layouts import offsets
-from kda.validate.memory import extent, require_writable, same
+from kda.validate.memory import require_buffers, same
 from kda.validate.pool import (
     begun,
-    looks_at_slots,
     no_collision,
     read_and_written,
     require_indices,
@@ -23,7 +22,7 @@ from kda.validate.pool import (
     require_states,
     slots_within,
 )
-from kda.validate.require import require_dtype, require_no_capture, require_shape, require_state_dtype
+from kda.validate.require import looks_at_contents, require_dtype, require_shape, require_state_dtype
 
 
 def _cu_seqlens(value: Tensor, q: Tensor) -> None:
@@ -35,17 +34,9 @@ def _cu_seqlens(value: Tensor, q: Tensor) -> None:
         )
 
 
-def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> list[int]:
-    if cu_seqlens is None:
-        return [q.shape[1]] * q.shape[0]
-    return [stop - start for start, stop in pairwise(cu_seqlens.tolist())]
-
-
 def state_contents(problem: Problem) -> None:
-    """What only the contents of indices can tell: whether slots are there; and, on request, whether two writes meet."""
-    pool, kept, q = problem.state_pool, problem.checkpoints, problem.q
-    if (pool is None and kept is None) or not looks_at_slots(q):
-        return
+    """Where contents are looked at: whether indices' slots are there; and, on request, whether two writes meet."""
+    pool, kept = problem.state_pool, problem.checkpoints
     if pool is not None:
         slots_within(
             pool.shape[0], "the pool's size", state_indices=problem.state_indices, write_indices=problem.write_indices
@@ -60,9 +51,9 @@ def state_contents(problem: Problem) -> None:
         read, write = read_and_written(N, problem.state_indices, problem.write_indices)
     due: list[list[int]] = [[] for _ in range(N)]
     if kept is not None and problem.checkpoint_indices is not None:
-        lengths = _lengths(q, problem.layout.cu_seqlens)
-        for n, slots in enumerate(problem.checkpoint_indices.tolist()):
-            due[n] = [] if read[n] < 0 else slots[: lengths[n] // problem.checkpoint_every]
+        slots = problem.checkpoint_indices.tolist()
+        for n, (_, start, stop) in enumerate(problem.layout.spans()):
+            due[n] = [] if read[n] < 0 else slots[n][: (stop - start) // problem.checkpoint_every]
     together = pool is not None and kept is not None and same(pool, kept)
     if pool is not None:
         written = [[to, *(due[n] if together else ())] for n, to in enumerate(write)]
@@ -74,7 +65,7 @@ def state_contents(problem: Problem) -> None:
 
 def _above_zero(g: Tensor, cu_seqlens: Tensor | None, state_indices: Tensor | None) -> float | None:
     """The largest of the given log decays above 0, if there is any. Padding may hold anything."""
-    rows = list(g) if cu_seqlens is None else [g[0, a:b] for a, b in pairwise(cu_seqlens.tolist())]
+    rows = [g[row, start:stop] for row, start, stop in Layout(g.shape[0], g.shape[1], cu_seqlens).spans()]
     if state_indices is not None:
         rows = [row for row, slot in zip(rows, state_indices.tolist(), strict=True) if slot >= 0]
     above = [row[row > 0] for row in rows]  # NaN is not
@@ -87,10 +78,9 @@ def contents(
     """What only the contents can tell: free on a CPU, a synchronisation elsewhere (done under KDA_CHECK=1 alone)."""
     if cu_seqlens is None and kind is not GateKind.GIVEN:
         return
-    checking = switched_on("KDA_CHECK")
-    if checking:
-        require_no_capture(q)
-    if cu_seqlens is not None and (checking or q.device.type == "cpu"):
+    if not looks_at_contents(q):
+        return
+    if cu_seqlens is not None:
         offsets = cu_seqlens.tolist()
         if offsets[0] != 0:
             raise ValueError(f"cu_seqlens: expected to start with 0, got {offsets[0]}; prepend a 0")
@@ -102,7 +92,9 @@ def contents(
                 )
         if offsets[-1] > q.shape[1]:
             raise ValueError(f"cu_seqlens: expected to end at most at T = {q.shape[1]}, got {offsets[-1]}")
-    if checking and kind is GateKind.GIVEN and (worst := _above_zero(g, cu_seqlens, state_indices)) is not None:
+    if kind is not GateKind.GIVEN or not switched_on("KDA_CHECK"):
+        return
+    if (worst := _above_zero(g, cu_seqlens, state_indices)) is not None:
         raise ValueError(
             f"g: expected log decays <= 0 when neither lower_bound nor A_log is given, got {worst}; "
             "pass the activated gate, or A_log for the raw one"
@@ -167,19 +159,13 @@ _WRITTEN = {
 
 
 def _writable(given: Inputs) -> None:
-    written = [name for name in _WRITTEN if name in given.tensors]
-    extents = {name: extent(x) for name, x in given.tensors.items()} if written else {}
-    for n, name in enumerate(written):
-        buffer = given.tensors[name]
-        if given.graded:
+    for name in _WRITTEN:
+        if given.graded and name in given.tensors:
             raise ValueError(
                 f"{name}: expected no buffer while {', '.join(given.graded)} requires grad, got one; results written "
                 "in place cannot be differentiated. Leave the buffer out, or call under torch.no_grad()"
             )
-        others = {other: x for other, x in given.tensors.items() if other not in written[n:]}  # each pair once
-        if (partner := others.get(_WRITTEN[name])) is not None and same(partner, buffer):
-            others.pop(_WRITTEN[name])
-        require_writable(name, buffer, others, extents)
+    require_buffers(given.tensors, _WRITTEN)
 
 
 def forward(
@@ -272,5 +258,6 @@ def forward(
         checkpoint_indices=checkpoint_indices,
         checkpoint_every=min(checkpoint_every or 0, 2**62),  # of what is never reached, a number that kernels can take
     )
-    state_contents(problem)
+    if (state_pool is not None or checkpoints is not None) and looks_at_contents(q):
+        state_contents(problem)
     return problem

@@ -81,3 +81,14 @@ def require_writable(
     for other, tensor in readers.items():
         if meet(extents[name], extents[other]) and _overlap(buffer, tensor):
             raise ValueError(f"{name}: expected memory of its own, got some of {other}'s; pass a buffer elsewhere")
+
+
+def require_buffers(tensors: dict[str, Tensor], written: dict[str, str]) -> None:
+    """Every tensor that is written lies on none of the others, unless it is exactly the one that `written` names."""
+    there = [name for name in written if name in tensors]
+    extents = {name: extent(x) for name, x in tensors.items()} if there else {}
+    for n, name in enumerate(there):
+        others = {other: x for other, x in tensors.items() if other not in there[n:]}  # each pair once
+        if same(others.get(written[name]), tensors[name]):
+            others.pop(written[name])
+        require_writable(name, tensors[name], others, extents)

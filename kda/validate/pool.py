@@ -10,11 +10,11 @@ from torch import Tensor
 from kda.environment import switched_on
 from kda.problem import StepProblem
 from kda.validate.inputs import Inputs, check_inputs
-from kda.validate.memory import extent, require_writable
+from kda.validate.memory import require_buffers
 from kda.validate.require import (
+    looks_at_contents,
     name_of,
     require_dtype,
-    require_no_capture,
     require_shape,
     require_state_dtype,
     require_tensor,
@@ -53,14 +53,6 @@ def require_pool(name: str, pool: Tensor, N: int, given: Inputs) -> None:
     if fresh is not None:
         require_dtype("fresh", fresh, torch.bool, "whether a sequence starts from zero")
         require_shape("fresh", fresh, "[N]", (N,))
-
-
-def looks_at_slots(q: Tensor) -> bool:
-    """Whether indices are to be read: free on a CPU, a synchronisation elsewhere (done under KDA_CHECK=1 alone)."""
-    checking = switched_on("KDA_CHECK")
-    if checking:
-        require_no_capture(q)
-    return checking or q.is_cpu
 
 
 def slots_within(slots: int, what: str, **indices: Tensor | None) -> None:
@@ -104,15 +96,13 @@ def read_and_written(N: int, reads: Tensor | None, writes: Tensor | None) -> tup
 
 
 def pool_contents(
-    q: Tensor, slots: int, reads: Tensor | None, writes: Tensor | None, tokens: Tensor | None, fresh: Tensor | None
+    N: int, slots: int, reads: Tensor | None, writes: Tensor | None, tokens: Tensor | None, fresh: Tensor | None
 ) -> None:
-    """What only the indices' contents can tell: whether they are within the pool; collisions on request."""
-    if not looks_at_slots(q):
-        return
+    """Where contents are looked at: whether indices are within the pool; and, on request, whether two writes meet."""
     slots_within(slots, "the pool's size", state_indices=reads, write_indices=writes, token_indices=tokens)
     if not switched_on("KDA_CHECK"):
         return
-    read, write = read_and_written(q.shape[0], reads, writes)
+    read, write = read_and_written(N, reads, writes)
     after = [[]] * len(read) if tokens is None else tokens.tolist()
     written = [[] if at < 0 else [to, *each] for at, to, each in zip(read, write, after, strict=True)]
     no_collision("write_indices, token_indices", begun(read, fresh), written)
@@ -169,12 +159,9 @@ def step(
     if out is not None:
         require_shape("out", out, "[N, T, HV, V]", (N, T, HV, V))
         require_dtype("out", out, q.dtype, "q's")
-    extents = {name: extent(x) for name, x in given.tensors.items()}
-    for name in ("state", "out"):
-        if name in given.tensors:
-            readers = {other: x for other, x in given.tensors.items() if other != name}
-            require_writable(name, given.tensors[name], readers, extents)
-    pool_contents(q, state.shape[0], state_indices, write_indices, token_indices, fresh)
+    require_buffers(given.tensors, {"out": "", "state": ""})
+    if looks_at_contents(q):
+        pool_contents(N, state.shape[0], state_indices, write_indices, token_indices, fresh)
 
     facts = given.facts(
         N=state.shape[0],

@@ -8,6 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from kda.environment import switched_on
 from kda.problem import computed_in
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -83,6 +84,14 @@ def require_no_capture(q: Tensor) -> None:
             "KDA_CHECK: expected no CUDA graph capture while it is set, got one; it reads tensors on the host. "
             "Unset KDA_CHECK to capture"
         )
+
+
+def looks_at_contents(q: Tensor) -> bool:
+    """Whether contents are read: free on a CPU, a synchronisation elsewhere (done under KDA_CHECK=1 alone)."""
+    checking = switched_on("KDA_CHECK")
+    if checking:
+        require_no_capture(q)
+    return checking or q.is_cpu
 
 
 def require_state_dtype(name: str, state: Tensor, q: Tensor) -> None:

@@ -8,7 +8,6 @@
 
 #include "kda/extents.h"
 #include "kda/numerics.h"
-#include "kda/sm90/device.cuh"
 #include "kda/sm90/element.cuh"
 
 namespace kda::sm90 {
@@ -23,9 +22,6 @@ __device__ __forceinline__ float4 widened(const float4& x) { return x; }
 __device__ __forceinline__ float4 widened(const uint2& x) {
   return make_float4(low(x.x), high(x.x), low(x.y), high(x.y));
 }
-
-__device__ __forceinline__ void put(float4* to, const float4& x) { *to = x; }
-__device__ __forceinline__ void put(uint2* to, const float4& x) { *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
 
 __device__ __forceinline__ int64_t row_of(const int64_t (&stride)[3], int64_t n, int64_t t, int64_t head) {
   return n * stride[0] + t * stride[1] + head * stride[2];
@@ -55,12 +51,6 @@ __device__ __forceinline__ float over_lanes(float (&x)[ROWS], int lane) {
   }
   x[0] += __shfl_xor_sync(~0u, x[0], 2);
   return x[0] + __shfl_xor_sync(~0u, x[0], 1);
-}
-
-/// Within the range whose exp neither overflows nor vanishes; NaN stays NaN.
-__device__ __forceinline__ float within_exp(float x) {
-  x = x > MAX_EXP ? MAX_EXP : x;
-  return x < -MAX_EXP ? -MAX_EXP : x;
 }
 
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2E); }
@@ -152,7 +142,7 @@ __global__ void __launch_bounds__(32 * WARPS, (USUAL ? 28 : 24) / WARPS)
     if (slot < 0) return;
     Quarter* to = quarters_of(slot);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) put(to + r * row / 4, S[r]);
+    for (int r = 0; r < ROWS; ++r) put_quarter(to + r * row / 4, S[r]);
   };
 
   Token token{};
@@ -174,7 +164,7 @@ __global__ void __launch_bounds__(32 * WARPS, (USUAL ? 28 : 24) / WARPS)
     }
     q.x *= q_factor, q.y *= q_factor, q.z *= q_factor, q.w *= q_factor;
     k.x *= k_factor, k.y *= k_factor, k.z *= k_factor, k.w *= k_factor;
-    const float rate = exponential(within_exp(token.A_log));
+    const float rate = exponential(clamp(token.A_log, -MAX_EXP, MAX_EXP));
     const float decay[4] = {decay_of(p, g.x, rate, token.bias[0]), decay_of(p, g.y, rate, token.bias[1]),
                             decay_of(p, g.z, rate, token.bias[2]), decay_of(p, g.w, rate, token.bias[3])};
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kda/abi.h"
+#include "kda/sm90/device.cuh"
 
 namespace kda::sm90 {
 
@@ -16,6 +17,12 @@ __device__ __forceinline__ float load_float(const void* x, int64_t i, int dtype)
     case KDA_FP64: return static_cast<float>(static_cast<const double*>(x)[i]);
     default: return static_cast<const float*>(x)[i];
   }
+}
+
+/// Four channels of a state as they lie in memory, fp32 or bf16.
+__device__ __forceinline__ void put_quarter(float4* to, const float4& x) { *to = x; }
+__device__ __forceinline__ void put_quarter(uint2* to, const float4& x) {
+  *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
 }
 
 /// Entry i of some slots' numbers; -1 for what is none of `slots`.

@@ -18,11 +18,6 @@ __device__ __forceinline__ float2 from_neighbour(float2 x) {
   return make_float2(__shfl_xor_sync(~0u, x.x, 1), __shfl_xor_sync(~0u, x.y, 1));
 }
 
-__device__ __forceinline__ void put_quarter(float4* to, const float4& x) { *to = x; }
-__device__ __forceinline__ void put_quarter(uint2* to, const float4& x) {
-  *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
-}
-
 /// Byte of a thread's first four channels in its first row of a head's state in a slot, and of 8 rows.
 struct Rows {
   int64_t first, step;
