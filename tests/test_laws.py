@@ -258,6 +258,17 @@ def test_states_given_or_not_give_the_same_output(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", implementations())
+@pytest.mark.parametrize("case", regimes())
+def test_no_state_is_a_state_of_zeros(impl: str, case: Case) -> None:
+    """To the bit: a prefill in pieces begins without one and goes on with one."""
+    given = call(replace(case, lengths=(70, 0, 5), K=33, V=17), impl)
+    states = given.pop("initial_state")
+    absent, zeros = kda.fwd(**given), kda.fwd(**given, initial_state=torch.zeros_like(states))
+    assert_equal(absent.o, zeros.o)
+    assert_equal(state_of(absent), state_of(zeros).float())
+
+
+@pytest.mark.parametrize("impl", implementations())
 def test_buffers_are_written_and_returned(impl: str) -> None:
     args = call(Case(lengths=(70, 0, 5), H=2), impl)
     fresh = kda.fwd(**args)

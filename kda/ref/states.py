@@ -53,7 +53,8 @@ def initial(problem: Problem) -> Tensor:
         return of_pool(rows(problem, problem.state_pool, facts.N), problem.state_pool, dtype).mT
     if problem.initial_state is not None:
         return problem.initial_state.to(dtype).mT
-    return problem.q.new_zeros(facts.N, facts.HV, facts.K, facts.V, dtype=dtype)
+    # V first in memory too, as given states are: where the numbers lie decides in which order torch sums.
+    return problem.q.new_zeros(facts.N, facts.HV, facts.V, facts.K, dtype=dtype).mT
 
 
 def spans(problem: Problem) -> list[Span]:
