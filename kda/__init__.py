@@ -1,5 +1,6 @@
 """Kernels for Kimi Delta Attention (KDA): one function, several implementations, one specification."""
 
+from kda import convert
 from kda.api import build, explain, fwd, step
 from kda.dispatch import Availability, Explanation, Unsupported, implementations
 from kda.problem import Output
@@ -12,6 +13,7 @@ __all__ = [
     "Unsupported",
     "__version__",
     "build",
+    "convert",
     "explain",
     "fwd",
     "implementations",

@@ -4,4 +4,5 @@ import sys
 
 from kda.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # and not in the processes that the benchmark spawns for the oracle
+    sys.exit(main())

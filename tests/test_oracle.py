@@ -12,30 +12,6 @@ from kda.testing.strategies import CHANNELS, cases
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
 
-#: Findings of the fuzzer, each fixed, each kept.
-FOUND = [
-    # One key channel: the chunk's roundings are not erased by the updates that follow inside the chunk.
-    Case(lengths=(63,), H=2, K=1, V=1, dtype="float32", A_log=False, decay="slow", initial_state=False),
-    # Decays below the smallest normal number, under values of 2^40.
-    Case(lengths=(17, 65), K=7, V=1, lower_bound=-5.5, A_log=False, dt_bias=False, decay="strong", keys="one-hot",
-         exponent=40, initial_state=False, use_qk_l2norm=False, use_beta_sigmoid=False),
-    # Coefficients of fully decayed tokens, below what fp16 holds.
-    Case(lengths=(16,), packed=False, H=2, K=1, V=1, A_log=False, dt_bias=False, beta="saturated", initial_state=False,
-         use_qk_l2norm=False, use_beta_sigmoid=False),
-    # A batch of nothing.
-    Case(lengths=(), packed=False, strides="packed"),
-    # A sum over K that cancels: its partial sums are rounded too.
-    Case(lengths=(31, 135), padding=40, K=48, V=2, dtype="float32", gate="given", A_log=False, dt_bias=False,
-         decay="strong", keys="close", norm=10000.0, initial_state=False, seed=55),
-    # A repeated weight of almost 2 turns the state's sign at every token, and its rounding adds up all the same.
-    Case(lengths=(15, 15, 130), group=2, K=1, V=1, A_log=False, dt_bias=False, decay="raw -8", keys="repeated",
-         beta="full", initial_state=False, allow_neg_eigval=True, seed=189),
-    # Tiles of 32 value channels in bf16 were miscompiled by Triton 3.6.
-    Case(lengths=(70,), K=33, V=17),
-    Case(lengths=(70,), K=64, V=32),
-    Case(lengths=(70,), use_qk_l2norm=False),
-]  # fmt: skip
-
 
 @pytest.mark.parametrize("impl", implementations())
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in named(ALL_DTYPES)])
@@ -50,12 +26,6 @@ def test_named(impl: str, name: str, case: Case) -> None:
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in named(("float64",))])
 def test_named_in_fp64(impl: str, name: str, case: Case) -> None:
     check(case, impl)
-
-
-@pytest.mark.parametrize("impl", implementations())
-@pytest.mark.parametrize("case", FOUND, ids=repr)
-def test_found(impl: str, case: Case) -> None:
-    check(fitted(case, impl), impl)
 
 
 def draw_and_check(impl: str, start: int, examples: int, **kwargs: object) -> None:

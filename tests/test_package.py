@@ -111,7 +111,7 @@ def test_import_is_quick(bare):
 
 
 def test_import_loads_the_frame_alone(bare):
-    assert {framed(name) for name in bare["kda"]} == {"kda", *FRAME, "kda.version"} - {"kda.gate"}
+    assert {framed(name) for name in bare["kda"]} == {"kda", *FRAME, "kda.version", "kda.convert"} - {"kda.gate"}
 
 
 WITHOUT_TRITON = """
@@ -159,7 +159,7 @@ FRAME = {
     "kda.api": 4,
 }
 SHARED = {"kda.problem", "kda.numerics", "kda.gate", "kda.streams"}  # what implementations may import
-TOOLS = ("kda.testing", "kda.cli", "kda.__main__")
+TOOLS = ("kda.testing", "kda.bench", "kda.cli", "kda.__main__")
 #: For callers of other libraries: they stand on the frame, and nothing stands on them.
 DOORS = ("kda.convert", "kda.integrations")
 #: The oracle's error propagation stands on the specification; both PyTorch implementations leave states alike.
@@ -189,12 +189,12 @@ def allowed(importer: str, imported: str) -> bool:
     """Whether the arrow is drawn."""
     if inside(importer, *TOOLS):
         return True
+    if importer == "kda":
+        return imported in {*FRAME, "kda.version", "kda.convert"}  # of the doors the public one
     if inside(imported, *TOOLS, *DOORS):
         return False
     if inside(importer, *DOORS):
         return framed(imported) in FRAME
-    if importer == "kda":
-        return imported in FRAME or imported == "kda.version"
     importer, inner = framed(importer), framed(imported)
     if importer in FRAME:
         return FRAME.get(inner, 9) < FRAME[importer] or inner == importer
@@ -316,7 +316,7 @@ def test_public_names_have_docstrings(name):
 def test_all_is_sorted_and_complete():
     assert list(kda.__all__) == sorted(kda.__all__)
     public = {n for n, x in vars(kda).items() if not n.startswith("_") and not inspect.ismodule(x)}
-    assert public == set(kda.__all__) - {"__version__"}
+    assert public == set(kda.__all__) - {"__version__", "convert"}
 
 
 def project() -> dict:

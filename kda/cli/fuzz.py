@@ -1,94 +1,114 @@
-"""`python -m kda fuzz`: draw cases at random, judge each against the specification, stop at the first finding."""
+"""One fuzzing process: replay the ledger, then draw cases at random and judge each, stop at the first finding.
+
+`kda.cli.supervise` starts it, watches it and reports its death; what it is doing stands in its journal.
+"""
 
 from __future__ import annotations
 
-import secrets
+import datetime
+import faulthandler
+import os
+import signal
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from hypothesis.errors import FlakyFailure
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kda import dispatch
-from kda.testing import pool
-from kda.testing.cases import DTYPES, AnyCase, Case, StepCase, fitted, fitted_step, within_hopper
-from kda.testing.judge import Finding, check, device_of, facts_of, reproducer
-from kda.testing.strategies import CHANNELS, cases, pools, steps
+from kda.cli.counts import Counts
+from kda.cli.info import versions
+from kda.cli.journal import Journal
+from kda.testing import ledger
+from kda.testing.cases import Printed
+from kda.testing.judge import Finding, device_of, reproducer
+from kda.testing.operations import OPERATIONS, Poisoned, check, reasons_against, targets
+from kda.testing.strategies import drawn
 
 #: Examples of one hypothesis run; a new seed follows until the time is up, so that no draw database grows.
 ROUND = 200
+
+#: Exit status of a process that was interrupted, as a shell's.
+INTERRUPTED = 130
 
 
 class _TimeUp(BaseException):
     """Ends a hypothesis run from inside; no Exception, so that it is not taken for a finding."""
 
 
-class _Poisoned(BaseException):
-    """A CUDA error: nothing more can run in this process, so the case is reported as drawn, not shrunk."""
+@dataclass(frozen=True)
+class Options:
+    """What `python -m kda fuzz` was asked for.
+
+    operation: of `OPERATIONS`, or "all".
+    ledger:    replay it first.
+    """
+
+    seconds: float
+    impl: str | None
+    operation: str
+    ledger: bool = True
+
+    @property
+    def operations(self) -> list[str]:
+        return list(OPERATIONS) if self.operation == "all" else [self.operation]
+
+    def targets(self) -> list[tuple[str, str]]:
+        """Operations and implementations, those that run here."""
+        return [(operation, name) for operation in self.operations for name in targets(self.impl, operation)]
+
+    def why_none(self) -> str:
+        """Why there is nothing to do."""
+        if self.impl is None:
+            return "nothing runs here"
+        if not any(OPERATIONS[name].implementations for name in self.operations):
+            return f"{self.operation} has no choice of implementations; leave --impl out"
+        return f"{self.impl}: " + " ".join(reasons_against(self.impl, self.operations[0]))
 
 
-Judged = tuple[float, AnyCase]
+@dataclass(frozen=True)
+class _Run:
+    """A process at work. seed: of its draws; parent: the process that watches it."""
+
+    console: Console
+    journal: Journal
+    seed: int
+    parent: int
+
+    def counts(self, operation: str, impl: str) -> Counts:
+        """A row that starts now."""
+        on_gpu = device_of(impl) == "cuda" or (operation == "convert" and torch.cuda.is_available())
+        device = torch.cuda.get_device_name() if on_gpu else "cpu"
+        date = datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")
+        return Counts(operation, impl, self.seed, device=device, versions=versions(), date=date)
+
+    def check(self, counts: Counts, case: Printed) -> float:
+        """Sigma of a case that the journal names while it runs. Raises what `operations.check` raises."""
+        if os.getppid() != self.parent:  # nobody watches any more
+            raise _TimeUp
+        self.journal.write(counts, repr(case))
+        try:
+            return check(case, counts.impl)
+        except Poisoned as error:
+            self.journal.write(counts, repr(case), str(error).splitlines()[0])
+            raise
+
+    def report(self, counts: Counts, title: str, text: object) -> None:
+        """A finding, which is counted and printed."""
+        counts.findings += 1
+        self.journal.keep(counts)
+        self.console.print(f"[red]{title}")
+        self.console.print(str(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _sigma(judged: Judged) -> float:
-    return judged[0]
-
-
-def _strategy(impl: str, device: str) -> st.SearchStrategy[Case]:
-    dtypes = tuple(name for name in DTYPES if name != "float64" or impl in ("recurrent", "chunked"))
-    if impl == "triton" and device == "cuda":
-        return cases(dtypes, max_tokens=600, channels=(*CHANNELS, 100, 128, 200, 256))
-    if impl == "cuda":
-        return cases(("bfloat16",), max_tokens=600, channels=(128,)).map(within_hopper)
-    if impl == "triton":  # interpreted
-        return cases(dtypes, max_tokens=130, channels=(1, 8, 16, 17, 33))
-    return cases(dtypes)
-
-
-def _drawn(impl: str, operation: str, device: str) -> st.SearchStrategy[AnyCase]:
-    """Cases of an operation; on a pool with the sequences of the forward's."""
-    sequences = _strategy(impl, device)
-    if operation == "step":
-        if impl == "cuda":  # of any gate
-            sequences = cases(("bfloat16",), channels=(128,))
-
-        def fit(case: StepCase) -> StepCase:
-            return replace(case, case=fitted_step(case.case, impl))
-
-        return steps(sequences).map(fit)
-    return pools(sequences) if operation == "pool" else sequences
-
-
-def _check(case: AnyCase, impl: str) -> float:
-    """Sigma of a case. Raises Finding."""
-    return (check(case, impl) if isinstance(case, Case) else pool.check(case, impl)).sigma
-
-
-def _small(impl: str) -> Case:
-    return fitted(Case(lengths=(3,)), impl)
-
-
-def reasons_against(impl: str, operation: str) -> tuple[str, ...]:
-    """Why a small case of the operation does not run here; empty if it does."""
-    facts = facts_of(_small(impl), device_of(impl))
-    facts = replace(facts, pool=True) if operation == "pool" else replace(facts, operation=operation)
-    return dispatch.explain_facts(facts, impl).reasons[impl]
-
-
-def targets(impl: str | None, operation: str) -> list[str]:
-    """The implementations to attack: the one asked for, else every one that runs a small case here."""
-    names = [impl] if impl else list(dispatch.TABLE)
-    return [name for name in names if not reasons_against(name, operation)]
-
-
-def _round(impl: str, operation: str, start: int, deadline: float, judged: list[Judged], progress: Progress) -> None:
+def _round(run: _Run, counts: Counts, start: int, began: float, deadline: float) -> None:
     """One hypothesis run. Raises Finding with the smallest case it shrank to."""
-    task = progress.task_ids[0]
-    strategy = _drawn(impl, operation, progress.tasks[0].fields["device"])
+    found: list[Printed] = []
 
     @seed(start)
     @settings(
@@ -100,64 +120,117 @@ def _round(impl: str, operation: str, start: int, deadline: float, judged: list[
         print_blob=False,
         report_multiple_bugs=False,
     )
-    @given(strategy)
-    def attack(case: AnyCase) -> None:
+    @given(drawn(counts.operation, counts.impl, device_of(counts.impl)))
+    def attack(case: Printed) -> None:
         if time.monotonic() > deadline and not found:
             raise _TimeUp
+        counts.seconds = time.monotonic() - began
         try:
-            judged.append((_check(case, impl), case))
-        except torch.AcceleratorError as error:
-            raise _Poisoned(reproducer(case, impl, f"{impl} failed on the device: {error}")) from error
+            counts.add(run.check(counts, case), repr(case))
         except Finding:
+            if ledger.known(case, counts.impl) is not None:
+                counts.known += 1
+                return
             found.append(case)
             raise
-        except Exception as error:
-            found.append(case)
-            raise Finding(reproducer(case, impl, f"{impl} raised {type(error).__name__}: {error}")) from error
-        left = max(deadline - time.monotonic(), 0)
-        progress.update(
-            task,
-            completed=(progress.tasks[0].total or 0) - left,
-            description=f"{impl}: {len(judged)} cases, worst {max(judged, key=_sigma)[0]:.2f} sigma",
-        )
 
-    found: list[AnyCase] = []
     try:
         attack()
     except FlakyFailure as error:  # it failed, and did not when repeated: a race looks like this
-        raise Finding(reproducer(found[-1], impl, f"{impl} fails now and then, not always: {error}")) from error
+        name = counts.impl or counts.operation
+        raise Finding(reproducer(found[-1], counts.impl, f"{name} fails now and then, not always: {error}")) from error
 
 
-def run(console: Console, seconds: float, impl: str | None, start: int | None, operation: str = "fwd") -> int:
-    """Fuzz for `seconds`, shared among the implementations. Returns 1 on a finding, 2 if nothing can run."""
-    names = targets(impl, operation)
-    if not names:
-        why = " ".join(reasons_against(impl, operation)) if impl else "nothing runs here"
-        console.print(f"cannot fuzz {impl or ''}: {why}", style="red", markup=False)
-        return 2
-    start = secrets.randbelow(2**31) if start is None else start
-    console.print(f"seed {start}")
-    for name in names:
-        judged: list[Judged] = []
-        share = seconds / len(names)
-        deadline = time.monotonic() + share
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as progress:
-            progress.add_task(name, total=share, device=device_of(name))
-            offset = 0
+def _campaign(run: _Run, counts: Counts, seconds: float) -> bool:
+    """Attack one operation of one implementation. Returns whether there was a finding."""
+    began, offset = time.monotonic(), 0
+    found: BaseException | None = None
+    try:
+        while time.monotonic() < began + seconds:
+            _round(run, counts, counts.seed + offset, began, began + seconds)
+            offset += 1
+    except _TimeUp:
+        pass
+    except (Finding, Poisoned) as finding:
+        found = finding
+    counts.seconds = time.monotonic() - began
+    if found is not None:
+        run.report(counts, f"finding after {counts.cases} cases", found)
+        return True
+    run.journal.keep(counts)
+    name = f"{counts.operation} {counts.impl}".strip()
+    also = f", {counts.known} known failures" if counts.known else ""
+    run.console.print(f"{name}: {counts.cases} cases, no finding{also}", highlight=False)
+    if counts.worst:
+        worst = f"worst {counts.worst:.2f} sigma: {counts.worst_case}"
+        run.console.print(worst, markup=False, highlight=False, soft_wrap=True)
+    return False
+
+
+def _ledger(run: _Run, options: Options) -> bool:
+    """Replay the entries of what is attacked. Returns whether one does not stand."""
+    stood, skipped = 0, dict[str, list[str]]()
+    wanted = [entry for entry in ledger.LEDGER if entry.operation in options.operations]
+    if not wanted:
+        return False
+    for entry in wanted:
+        for impl in entry.implementations:
+            if options.impl not in (None, impl):
+                continue
+            if why := ledger.why_not(entry, impl):
+                skipped.setdefault(impl, []).append(why)
+                continue
+            counts = run.counts(entry.operation, impl)
             try:
-                while time.monotonic() < deadline:
-                    _round(name, operation, start + offset, deadline, judged, progress)
-                    offset += 1
-            except _TimeUp:
-                pass
-            except (Finding, _Poisoned) as finding:
-                progress.stop()
-                console.print(f"[red]finding after {len(judged)} cases")
-                console.print(str(finding), markup=False, highlight=False, soft_wrap=True)
+                wrong = ledger.stands(entry, impl, partial(run.check, counts))
+            except Poisoned as error:
+                wrong = str(error)
+            if wrong:
+                run.report(counts, "the ledger does not stand", wrong)
+                return True
+            stood += 1
+    run.console.print(f"ledger: {stood} replayed, all as they should be", highlight=False)
+    for impl, each in skipped.items():
+        told = f"ledger: {len(each)} skipped on {impl}: {'; '.join(dict.fromkeys(each))}"
+        run.console.print(told, markup=False, highlight=False, soft_wrap=True)
+    return False
+
+
+@contextmanager
+def _dumping(folder: Path) -> Iterator[None]:
+    """Where the process is, when it dies by a signal or is asked by SIGUSR1: a traceback in the folder."""
+    with (folder / "traceback").open("w") as file:
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.disable()
+
+
+def run(console: Console, options: Options, start: int, folder: Path) -> int:
+    """Fuzz for `seconds`, shared among the operations and implementations, with a journal in `folder`.
+
+    Returns 1 on a finding, 2 if nothing can run, INTERRUPTED after Ctrl-C.
+    """
+    names = options.targets()
+    if not names:
+        console.print(f"cannot fuzz {options.operation}: {options.why_none()}", style="red", markup=False)
+        return 2
+    console.print(f"seed {start}")
+    work = _Run(console, Journal(folder), start, os.getppid())
+    try:
+        with _dumping(folder):
+            if options.ledger and _ledger(work, options):
                 return 1
-        console.print(f"{name}: {len(judged)} cases, no finding")
-        if judged:
-            sigma, case = max(judged, key=_sigma)
-            console.print(f"worst {sigma:.2f} sigma: {case!r}", markup=False, highlight=False, soft_wrap=True)
+            for operation, impl in names:
+                if _campaign(work, work.counts(operation, impl), options.seconds / len(names)):
+                    return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except _TimeUp:  # orphaned
+        return INTERRUPTED
+    finally:
+        work.journal.close()
     return 0

@@ -9,8 +9,10 @@ from kda import dispatch
 from kda.dispatch import Unsupported
 from kda.ref.error import SIGMAS
 from kda.testing import pool
-from kda.testing.cases import Case, PoolCase, StepCase
-from kda.testing.judge import judge, reasons
+from kda.testing.cases import Case, PoolCase, Printed, StepCase
+from kda.testing.judge import Finding, judge, reasons
+from kda.testing.operations import OPERATIONS, check, operation_of, parse, targets
+from kda.testing.operations import reasons as reasons_of
 
 
 def _on_a_pool(console: Console, case: StepCase | PoolCase, impl: str | None) -> int:
@@ -31,16 +33,36 @@ def _on_a_pool(console: Console, case: StepCase | PoolCase, impl: str | None) ->
     return status
 
 
+def _other(console: Console, case: Printed, impl: str | None) -> int:
+    """Judge a case of which there is only right and wrong to say. Returns 1 if it is wrong."""
+    if impl and not OPERATIONS[operation_of(case)].implementations:
+        console.print(f"{type(case).__name__} has no choice of implementations; leave --impl out", style="red")
+        return 2
+    status = 2
+    for name in targets(impl, operation_of(case)):
+        if why := reasons_of(case, name) if name else ():
+            console.print(f"{name} cannot run it: {' '.join(why)}", markup=False)
+            continue
+        try:
+            told, status = f"right, {check(case, name):.3g} sigma", max(status % 2, 0)
+        except Finding as finding:
+            told, status = str(finding), 1
+        console.print(f"{name or operation_of(case)}: {told}", markup=False, highlight=False, soft_wrap=True)
+    console.print(repr(case), markup=False, highlight=False, soft_wrap=True)
+    return status
+
+
 def run(console: Console, text: str, impl: str | None) -> int:
     """Judge the case on one implementation, or on every one that accepts it. Returns 1 if any leaves the tolerance."""
     try:
-        for kind in (StepCase, PoolCase):
-            if text.strip().startswith(kind.__name__):
-                return _on_a_pool(console, kind.parse(text), impl)
-        case = Case.parse(text)
+        case = parse(text)
     except ValueError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 2
+    if isinstance(case, StepCase | PoolCase):
+        return _on_a_pool(console, case, impl)
+    if not isinstance(case, Case):
+        return _other(console, case, impl)
     table = Table("implementation", "sigma o", "sigma state", "RMS o", "RMS state", "worst o at", "worst state at")
     status = 2
     for name in [impl] if impl else list(dispatch.TABLE):

@@ -271,22 +271,35 @@ def _rms_ratio(actual: Tensor, expected: Tensor) -> float:
     return float(error / reference) if reference > 0 else float(error)
 
 
+def _comparable(o: Tensor, expected: Expected) -> Tensor:
+    """An output in fp64: where it is infinite because its dtype has nothing larger, the expected number."""
+    want = expected.o.to(o.dtype).double()
+    o = o.double()
+    return torch.where(torch.isinf(want) & (o == want), expected.o, o)
+
+
+def _errors_of_o(o: Tensor, dtype: torch.dtype, expected: Expected) -> tuple[float, Tensor, tuple[int, ...]]:
+    """Worst, all [B, T, HV] and where, of the errors in standard deviations of a comparable output of `dtype`."""
+    padded = torch.cat([expected.column, torch.ones_like(expected.o[0, :1])])  # sequence -1 is padding
+    unit = padded[expected.sequence]
+    padding = (expected.sequence < 0)[..., None, None]
+    o = torch.where(padding & (o != 0), torch.inf, o)  # padding is exactly zero
+    return _compare(o / unit, expected.o / unit, expected.sigma_o + _underflow(dtype, unit))
+
+
+def token_sigmas(o: Tensor, expected: Expected) -> Tensor:
+    """The error of every token and head, RMS over V, in the standard deviations that were expected: [B, T, HV]."""
+    return _errors_of_o(_comparable(o, expected), o.dtype, expected)[1]
+
+
 def deviation(result: Output, expected: Expected) -> Deviation:
     """Compare a result with what the specification and the declared roundings allow.
 
     A value beyond the largest number of the result's dtype is expected as that dtype's infinity.
     """
-    o, state = result.o.double(), result.final_state
+    o, state = _comparable(result.o, expected), result.final_state
     if expected.o.numel():
-        padded = torch.cat([expected.column, torch.ones_like(expected.o[0, :1])])  # sequence -1 is padding
-        want = expected.o.to(result.o.dtype).double()
-        overflow = torch.isinf(want) & (o == want)
-        o = torch.where(overflow, expected.o, o)
-        unit = padded[expected.sequence]
-        sigma = expected.sigma_o + _underflow(result.o.dtype, unit)
-        padding = (expected.sequence < 0)[..., None, None]
-        o = torch.where(padding & (o != 0), torch.inf, o)  # padding is exactly zero
-        sigma_o, ratio, where_o = _compare(o / unit, expected.o / unit, sigma)
+        sigma_o, ratio, where_o = _errors_of_o(o, result.o.dtype, expected)
         typical = _typical(ratio[expected.sequence >= 0])
     else:
         sigma_o, where_o, typical = 0.0, (), 0.0

@@ -28,15 +28,22 @@ BETAS = ("random", "firm", "strong", "full", "weak", "zero", "saturated")
 STRIDES = ("contiguous", "packed", "heads-first", "every-second")
 
 
-class _Printed:
-    """A dataclass whose text, without what is a default, makes it again."""
+#: The kinds of cases, by their names.
+KINDS: dict[str, type[Printed]] = {}
+
+
+class Printed:
+    """A case: a dataclass whose text, without what is a default, makes it again."""
+
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.__name__] = cls
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The case whose repr is `text`. Raises ValueError for anything else."""
         try:
             return _built(cls, ast.parse(text.strip(), mode="eval").body)
-        except (SyntaxError, TypeError, ValueError) as error:
+        except (AttributeError, SyntaxError, TypeError, ValueError) as error:
             raise ValueError(f"case: expected the text of a {cls.__name__}(...), got {text!r}: {error}") from error
 
     def __repr__(self) -> str:
@@ -46,7 +53,7 @@ class _Printed:
 
 
 @dataclass(frozen=True, repr=False)
-class Case(_Printed):
+class Case(Printed):
     """One call of `kda.fwd`. Its repr is the reproducer: `python -m kda replay 'Case(...)'`.
 
     lengths:  tokens of each sequence. With `packed` they lie in one row with cu_seqlens, followed by `padding` rows of
@@ -124,15 +131,12 @@ class Case(_Printed):
 
 
 def _built(cls: type[C], call: ast.expr) -> C:
-    """The object that a call of `cls` with literals makes; a field may be a `Case` too."""
+    """The object that a call of `cls` with literals makes; a field may be a case too."""
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == cls.__name__):
         raise ValueError(f"expected {cls.__name__}(...)")
     if call.args or any(word.arg is None for word in call.keywords):
         raise ValueError("expected keyword arguments only")
-    given = {
-        str(word.arg): _built(Case, word.value) if isinstance(word.value, ast.Call) else ast.literal_eval(word.value)
-        for word in call.keywords
-    }
+    given = {str(word.arg): _value(word.value) for word in call.keywords}
     if len(given) < len(call.keywords):
         raise ValueError("a field is given twice")
     unknown = set(given) - {f.name for f in fields(cls)}  # type: ignore[arg-type]
@@ -141,8 +145,15 @@ def _built(cls: type[C], call: ast.expr) -> C:
     return cls(**given)
 
 
+def _value(text: ast.expr) -> Any:
+    """A literal, or a case."""
+    if isinstance(text, ast.Call):
+        return _built(KINDS.get(text.func.id, Case) if isinstance(text.func, ast.Name) else Case, text)
+    return ast.literal_eval(text)
+
+
 @dataclass(frozen=True, repr=False)
-class StepCase(_Printed):
+class StepCase(Printed):
     """One call of `kda.step` on a pool of NaN but for the states that are read. Its repr is the reproducer.
 
     case:   the rows: sequences of one length, in a batch, with states.
@@ -173,7 +184,7 @@ class StepCase(_Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class PoolCase(_Printed):
+class PoolCase(Printed):
     """One call of `kda.fwd` on a pool of NaN but for the states that are read. Its repr is the reproducer.
 
     case:   the sequences, with states.
@@ -207,10 +218,6 @@ class PoolCase(_Printed):
                 raise ValueError(f"{name}: expected one for each of {len(self.case.lengths)} sequences, got {value}")
         if self.kept is not None and len({len(row) for row in self.kept}) > 1:
             raise ValueError(f"kept: expected as many slots for every sequence, got {self.kept}")
-
-
-#: A case of any of the library's calls.
-AnyCase = Case | StepCase | PoolCase
 
 
 def _uniform(noise: Generator, low: float, high: float, *shape: int) -> Tensor:

@@ -12,7 +12,7 @@ from kda import api, dispatch
 from kda.numerics import Rounding
 from kda.problem import Facts, Output
 from kda.ref.error import SIGMAS, Deviation, Expected, deviation, expect
-from kda.testing.cases import AnyCase, Case, arguments, in_fp64
+from kda.testing.cases import Case, Printed, arguments, in_fp64
 
 
 def device_of(impl: str) -> str:
@@ -69,9 +69,10 @@ class Finding(AssertionError):
     """An implementation left the tolerance or failed. The message holds the case and how to repeat it."""
 
 
-def reproducer(case: AnyCase, impl: str, what: str) -> str:
-    """`what` went wrong, and the command that repeats it."""
-    return f"{what}\nrepeat with: python -m kda replay --impl {impl} {shlex.quote(repr(case))}"
+def reproducer(case: Printed | str, impl: str, what: str) -> str:
+    """`what` went wrong, and the command that repeats it. No `impl`: nothing that has implementations."""
+    option = f"--impl {impl} " if impl else ""
+    return f"{what}\nrepeat with: python -m kda replay {option}{shlex.quote(str(case))}"
 
 
 def check(case: Case, impl: str, device: str | None = None) -> Deviation:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from kda.testing.cases import BETAS, DECAYS, GATES, KEYS, STRIDES, Case, PoolCase, StepCase
+from kda import api
+from kda.testing import convert, faults
+from kda.testing.cases import BETAS, DECAYS, DTYPES, GATES, KEYS, STRIDES, Case, PoolCase, Printed, StepCase
+from kda.testing.convert import ConvertCase
+from kda.testing.gradient import GradientCase
+from kda.testing.operations import fitted_to, reasons_against
+from kda.testing.refusal import RefusalCase
 
 #: Lengths at which tiles, blocks and chunks begin and end.
 EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -129,3 +136,83 @@ def pools(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> PoolCase:
         kept_dtype=draw(st.sampled_from(("float32", "bfloat16"))),
         index_dtype=draw(st.sampled_from(("int8", "int16", "int32", "int64"))),
     )
+
+
+@st.composite
+def gradients(draw: st.DrawFn) -> GradientCase:
+    """A call in fp64 that is differentiated. Small: each token of the reference is a few dozen nodes of a graph."""
+    case = draw(cases(("float64",), max_tokens=140, channels=(1, 2, 3, 7, 8, 16)))
+    return GradientCase(case, draw(st.integers(0, 2**16)))
+
+
+@st.composite
+def converts(draw: st.DrawFn) -> ConvertCase:
+    """Masks of every kind: ragged, with gaps, full, empty, without rows or columns."""
+    B, T = draw(st.integers(0, 4)), draw(st.integers(0, 7))
+    return ConvertCase(
+        mask=tuple(draw(st.text("01", min_size=T, max_size=T)) for _ in range(B)),
+        trailing=tuple(draw(st.lists(st.integers(0, 3), max_size=3))),
+        state=tuple(draw(st.lists(st.integers(0, 4), min_size=2, max_size=4))),
+        dtype=draw(st.sampled_from(tuple(convert.DTYPES))),
+        layout=draw(st.sampled_from(convert.LAYOUTS)),
+        index_dtype=draw(st.sampled_from(("int32", "int64"))),
+        cut=draw(st.integers(0, 9)),
+    )
+
+
+@st.composite
+def refusals(draw: st.DrawFn, impl: str) -> RefusalCase:
+    """A small, tame call of any kind with one or two arguments spoiled."""
+    tame = Case(
+        lengths=tuple(draw(st.lists(st.integers(0, 5), max_size=3))),
+        padding=draw(st.sampled_from((0, 0, 2))),
+        H=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 2)),
+        K=draw(st.sampled_from((1, 4, 8))),
+        V=draw(st.sampled_from((1, 3, 8))),
+        dtype=draw(st.sampled_from(("bfloat16", "float32"))),
+        gate=draw(st.sampled_from(GATES)),
+        strides=draw(st.sampled_from(STRIDES)),
+        initial_state=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    kinds = ["fwd", "pool", *(["step"] if not reasons_against(impl, "step") else [])]
+    kind = draw(st.sampled_from(kinds))
+    call: Case | PoolCase | StepCase = tame
+    if kind != "fwd":
+        call = draw((pools if kind == "pool" else steps)(st.just(tame)))
+    names = [*inspect.signature(api.step if kind == "step" else api.fwd).parameters, "nope"]
+    arguments = draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True))
+    case = RefusalCase(
+        call,
+        tuple((name, draw(st.sampled_from(faults.faults_of(name)))) for name in arguments),
+        *(draw(st.booleans()) for _ in range(3)),
+    )
+    fitted = fitted_to(case, impl)
+    return fitted if isinstance(fitted, RefusalCase) else case
+
+
+def _sequences(impl: str, device: str) -> st.SearchStrategy[Case]:
+    """What an implementation is attacked with, in sizes that it is quick at."""
+    dtypes = tuple(name for name in DTYPES if name != "float64" or impl in ("recurrent", "chunked"))
+    if impl == "triton" and device == "cuda":
+        return cases(dtypes, max_tokens=600, channels=(*CHANNELS, 100, 128, 200, 256))
+    if impl == "cuda":
+        return cases(("bfloat16",), max_tokens=600, channels=(128,))
+    if impl == "triton":  # interpreted
+        return cases(dtypes, max_tokens=130, channels=(1, 8, 16, 17, 33))
+    return cases(dtypes)
+
+
+def drawn(operation: str, impl: str, device: str) -> st.SearchStrategy[Printed]:
+    """Cases of an operation for an implementation; on a pool with the sequences of the forward's."""
+    sequences = _sequences(impl, device)
+    of: dict[str, st.SearchStrategy[Printed]] = {
+        "fwd": sequences,
+        "step": steps(sequences),
+        "pool": pools(sequences),
+        "gradient": gradients(),
+        "convert": converts(),
+        "refusal": refusals(impl),
+    }
+    return of[operation].map(lambda case: fitted_to(case, impl))

@@ -15,6 +15,7 @@ from kda.validate.layouts import offsets
 from kda.validate.memory import require_buffers, same
 from kda.validate.pool import (
     begun,
+    names_of,
     no_collision,
     read_and_written,
     require_indices,
@@ -58,7 +59,12 @@ def state_contents(problem: Problem) -> None:
     if pool is not None:
         written = [[to, *(due[n] if together else ())] for n, to in enumerate(write)]
         begin = begun(read, problem.fresh)
-        no_collision("write_indices, checkpoint_indices" if together else "write_indices", begin, written)
+        names = names_of(
+            state_indices=problem.state_indices,
+            write_indices=problem.write_indices,
+            checkpoint_indices=problem.checkpoint_indices if together else None,
+        )
+        no_collision(names, begin, written, names if problem.state_indices is None else "state_indices")
     if not together:
         no_collision("checkpoint_indices", [], due)
 

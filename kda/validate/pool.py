@@ -68,8 +68,11 @@ def begun(read: list[int], fresh: Tensor | None) -> list[int]:
     return [-1 if new else slot for slot, new in zip(read, fresh.tolist(), strict=True)]
 
 
-def no_collision(names: str, reads: list[int], writes: Iterable[Iterable[int]]) -> None:
-    """Of each sequence the slot that is read and those that are written; negative ones are none."""
+def no_collision(names: str, reads: list[int], writes: Iterable[Iterable[int]], reader: str = "state_indices") -> None:
+    """Of each sequence the slot that is read and those that are written; negative ones are none.
+
+    names: of the arguments that say what is written; reader: of the one that says what is read.
+    """
     owner: dict[int, int] = {}  # slot -> the sequence that writes it
     for n, written in enumerate(writes):
         for slot in written:
@@ -83,9 +86,16 @@ def no_collision(names: str, reads: list[int], writes: Iterable[Iterable[int]]) 
     for n, slot in enumerate(reads):
         if slot >= 0 and owner.get(slot, n) != n:
             raise ValueError(
-                f"state_indices: expected slots that no other sequence writes, got slot {slot} for sequence {n}, which "
-                f"sequence {owner[slot]} writes; sequences run in any order"
+                f"{reader}: expected slots that no other sequence writes, got slot {slot} for sequence {n}, which "
+                f"sequence {owner[slot]} writes ({names}); sequences run in any order"
             )
+
+
+def names_of(**indices: Tensor | None) -> str:
+    """The names of those that are there; of what says where final states go, the one that does."""
+    if indices.get("write_indices") is not None:
+        indices["state_indices"] = None
+    return ", ".join(name for name, value in indices.items() if value is not None)
 
 
 def read_and_written(N: int, reads: Tensor | None, writes: Tensor | None) -> tuple[list[int], list[int]]:
@@ -105,7 +115,8 @@ def pool_contents(
     read, write = read_and_written(N, reads, writes)
     after = [[]] * len(read) if tokens is None else tokens.tolist()
     written = [[] if at < 0 else [to, *each] for at, to, each in zip(read, write, after, strict=True)]
-    no_collision("write_indices, token_indices", begun(read, fresh), written)
+    names = names_of(state_indices=reads, write_indices=writes, token_indices=tokens)
+    no_collision(names, begun(read, fresh), written, names if reads is None else "state_indices")
 
 
 def step(

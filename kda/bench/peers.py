@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -57,15 +58,46 @@ def _fla_step(call: dict[str, Any], states: Tensor) -> Callable[[], Output]:
     return run
 
 
+def _flash_kda(call: dict[str, Any]) -> Callable[[], Output]:
+    """FlashKDA's `fwd`: everything by position, results into buffers."""
+    import torch
+    from flash_kda import fwd
+
+    out, final = torch.empty_like(call["v"]), torch.empty_like(call["initial_state"])
+    offsets, scale = call.get("cu_seqlens"), call["q"].shape[-1] ** -0.5
+    gate = (call["A_log"], call["dt_bias"], call["lower_bound"])
+    tokens = [call[name] for name in ("q", "k", "v", "g", "beta")]
+
+    def run() -> Output:
+        with torch.inference_mode():
+            fwd(*tokens, scale, out, *gate, call["initial_state"], final, offsets)
+        return Output(out, final)
+
+    return run
+
+
 #: name -> its decode step, from a call of `kda.step` and the states.
 STEPS: dict[str, Callable[[dict[str, Any], Tensor], Callable[[], Output]]] = {"fla": _fla_step}
 
 #: name -> (module to look for, distribution, how to make a call of it).
 PEERS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Callable[[], Output]]]] = {
     "fla": ("fla", "fla-core", _fla),
+    "flash_kda": ("flash_kda", "flash_kda", _flash_kda),
 }
 
 
 def installed() -> list[str]:
     """The peers that can be imported here."""
     return [name for name, (module, _, _) in PEERS.items() if importlib.util.find_spec(module) is not None]
+
+
+def versions() -> str:
+    """The installed peers' versions, for people."""
+    found = []
+    for name in installed():
+        distribution = PEERS[name][1]
+        try:
+            found.append(f"{distribution} {importlib.metadata.version(distribution)}")
+        except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+            found.append(f"{distribution}, of no release")
+    return ", ".join(found)
