@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 # The requirements of the `cuda` extra, whose one home is pyproject.toml. Without theirs: of CUTLASS only headers are used.
 CUDA_EXTRA := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['cuda'])
 
-.PHONY: demo test test-gpu lint fuzz bench clean
+.PHONY: demo test test-gpu lint fuzz bench notebooks figures clean
 
 demo: $(VENV)/.ready
 	$(PY) -m kda demo
@@ -32,10 +32,22 @@ lint: $(VENV)/.ready
 	$(PY) -m mypy
 
 fuzz: $(VENV)/.ready
-	$(PY) -m kda fuzz --seconds 600
+	$(PY) -m kda fuzz --operation all --seconds 600
 
 bench: $(VENV)/.ready
 	$(PY) -m kda bench
+
+# Pages with all figures, in build/notebooks.
+notebooks: $(VENV)/.ready
+	$(PY) -m pip install -q nbconvert
+	cd notebooks && OMP_NUM_THREADS=1 ../$(PY) -m jupyter nbconvert --execute --to html --output-dir ../build/notebooks *.ipynb
+
+# The README's: those of two notebooks, and those of what the benchmark measured.
+figures: $(VENV)/.ready
+	cd notebooks && for n in 01_recurrence 03_exponents; do \
+	  OMP_NUM_THREADS=1 KDA_FIGURES=../build/figures ../$(PY) -m jupyter execute $$n.ipynb || exit 1; done
+	cp build/figures/01_state.png build/figures/03_map-worst.png notebooks/figures/
+	$(PY) -m kda bench --from BENCHMARKS.json --plot notebooks/figures > /dev/null
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'kda needs Python 3.11 or newer: make PYTHON=...')"
