@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import os
 import shlex
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,23 +86,85 @@ def test_the_suites_that_are_named_are_those_that_there_are() -> None:
 @pytest.mark.parametrize("suite", ["host", "length"])
 def test_what_needs_a_gpu_says_so(small: None, suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", suite]) == 2
-    assert f"{suite}: needs a GPU" in capsys.readouterr().out
+    assert f"without a GPU, got {suite}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_is_wrong_is_not_timed(
-    small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+WRONG = [
+    (("--heads", "999"), "--heads: expected some of 1, got 999"),
+    (("--impl", "cuda"), "--impl: expected one that runs here, got cuda: "),
+    (("--json", "/nowhere/x.json"), "--json: expected a file in a directory that exists, got /nowhere/x.json"),
+    (("--markdown", "{full}"), "--markdown: expected a new file, or one with the lines"),
+    (("--plot", "{full}"), "--plot: expected a directory, got the file"),
+    (("--from", "{saved}", "--suite", "decode"), "--from: expected no other choice beside it"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG)
+def test_what_cannot_be_is_said_before_anything_is_measured(
+    small: None,
+    argv: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Five percent off: reported, left out, and the status says so."""
+    monkeypatch.setattr(bench, "MEASURE", {})
+    full = tmp_path / "notes.md"
+    full.write_text("my notes")
+    paths = {"full": str(full), "saved": str(ROOT / "BENCHMARKS.json")}
+    assert main(["bench", *(word.format(**paths) for word in argv)]) == 2
+    assert message in " ".join(capsys.readouterr().out.split())
+    assert full.read_text() == "my notes"
+
+
+def test_what_is_measured_is_kept_whatever_comes(
+    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(session: Session) -> None:
+        session.wrong.append("a sentence")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.MEASURE, "decode", interrupted)
+    saved = tmp_path / "x.json"
+    with pytest.raises(KeyboardInterrupt):
+        main(["bench", "--suite", "headline", "decode", "--json", str(saved)])
+    assert [*json.loads(saved.read_text())] == ["headline"]
+    printed = capsys.readouterr().out
+    assert "Forward: the shapes that are quoted" in printed
+    assert "a sentence" in printed
+
+
+@pytest.mark.parametrize("order", [("chunked", "recurrent"), ("recurrent", "chunked")])
+def test_what_is_wrong_is_not_timed(
+    small: None,
+    order: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Five percent off: reported, left out, and the status says so; the right one is timed, whichever is first."""
     good = kda.ref.recurrent.IMPL
     wrong = lambda problem: Output(good.fwd(problem).o * 1.05, good.fwd(problem).final_state)  # noqa: E731
     monkeypatch.setattr(kda.ref.recurrent, "IMPL", replace(good, fwd=wrong))
     saved = tmp_path / "x.json"
-    assert main(["bench", "--suite", "headline", "accuracy", "--json", str(saved)]) == 1
+    names = [word for name in order for word in ("--impl", name)]
+    assert main(["bench", "--suite", "headline", *names, "--json", str(saved)]) == 1
+    assert [row["implementation"] for row in json.loads(saved.read_text())["headline"]["rows"]] == ["chunked"]
+    assert "recurrent at 65, 3, H = 1: error 5.0e-02" in capsys.readouterr().out
+    assert main(["bench", "--suite", "accuracy", "decode", "headline", *names, "--json", str(saved)]) == 1
     results = json.loads(saved.read_text())
     assert [row["implementation"] for row in results["headline"]["rows"]] == ["chunked"]
-    printed = capsys.readouterr().out
-    assert "recurrent at 65, 3, H = 1: error 5.0e-02" in printed
-    assert "recurrent on usual:" in printed
+    assert results["decode"]["rows"] == [], "nor elsewhere"
+    assert "recurrent on usual:" in capsys.readouterr().out
+
+
+def test_a_wrong_state_is_not_timed(small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    good = kda.ref.recurrent.IMPL
+    wrong = lambda problem: Output(good.fwd(problem).o, good.fwd(problem).final_state * 2)  # noqa: E731
+    monkeypatch.setattr(kda.ref.recurrent, "IMPL", replace(good, fwd=wrong))
+    saved = tmp_path / "x.json"
+    assert main(["bench", "--suite", "headline", "--json", str(saved)]) == 1
+    assert [row["implementation"] for row in json.loads(saved.read_text())["headline"]["rows"]] == ["chunked"]
 
 
 def test_calls_are_timed_in_turn_and_a_ratio_survives_drift(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,47 +215,113 @@ def test_an_error_is_that_of_the_heads_and_tokens_that_are_compared() -> None:
     case = Case(lengths=(40, 30), H=3, K=8, V=8, dtype="float32")
     call = arguments(case)
     o = kda.fwd(**call, impl="chunked").o
-    error_of = forward.exact_part(case, call, "cpu")
-    assert error_of(o) < 1e-6
+    states = kda.fwd(**call, impl="chunked").final_state
+    errors_of = forward.exact_part(case, call, "cpu")
+    assert max(errors_of(Output(o, states))) < 1e-6
     faulty = o.clone()
     faulty[0, 3, 2] *= 2
-    assert error_of(faulty) > 1e-2
+    assert errors_of(Output(faulty, states))[0] > 1e-2
+    assert errors_of(Output(o, states * 1.1))[1] > 5e-2
 
 
-def test_flash_kda_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With this library in its place, whose `fwd` has the same arguments in the same order."""
-    monkeypatch.setitem(sys.modules, "flash_kda", kda)
-    case = Case(lengths=(40, 0, 5), H=2, K=8, V=8, dtype="float32")
+def strict(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens):
+    """FlashKDA's `fwd` in what it demands: every parameter, 64-bit offsets."""
+    assert A_log.dtype == dt_bias.dtype == torch.float32
+    assert cu_seqlens is None or cu_seqlens.dtype == torch.int64
+    assert isinstance(scale, float)
+    kda.fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+def test_flash_kda_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch, parameters: bool) -> None:
+    """By a stand-in that demands what FlashKDA does, and computes what this library does."""
+    monkeypatch.setitem(sys.modules, "flash_kda", SimpleNamespace(fwd=strict))
+    case = Case(lengths=(40, 0, 5), H=2, K=8, V=8, dtype="float32", A_log=parameters, dt_bias=parameters)
     calls = forward.callables(session("flash_kda"), case, arguments(case))
     assert [*calls] == ["chunked", "recurrent", "flash_kda"]
     torch.testing.assert_close(calls["flash_kda"]().o, calls["recurrent"]().o)
     torch.testing.assert_close(calls["flash_kda"]().final_state, calls["recurrent"]().final_state)
 
 
+def test_fla_is_timed_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dispatcher hands such calls to FlashKDA where that is installed, and to us where we are registered."""
+    kernels = pytest.importorskip("fla.ops.kda")
+    for name in ("FLA_FLASH_KDA", "FLA_KDA_KERNELS"):
+        monkeypatch.setenv(name, "1")
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(kernels, "chunk_kda", lambda **call: seen.update(os.environ) or (call["v"], None))
+    peers.PEERS["fla"][2](arguments(SMALL))()
+    assert (seen["FLA_FLASH_KDA"], seen["FLA_KDA_KERNELS"]) == ("0", "0")
+
+
+@pytest.mark.parametrize("when", ["made", "run"])
 def test_a_peer_that_fails_is_left_out_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: None, when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(call: dict[str, Any]) -> Callable[[], Output]:
+    """In every suite, and whether it fails when it is imported or when it runs."""
+
+    def broken(*call: Any) -> Callable[[], Output]:
         def run() -> Output:
             raise RuntimeError("no kernel image [/red]")
 
-        return run
+        return run() if when == "made" else run
 
     monkeypatch.setitem(peers.PEERS, "broken", ("torch", "torch", broken))
-    rows = forward.rows_of(session("broken"), SMALL)
-    assert [row["implementation"] for row in rows] == ["chunked", "recurrent"]
-    assert "broken raised RuntimeError at 65, 3: no kernel image [/red]" in capsys.readouterr().out
+    monkeypatch.setitem(decode.STEPS, "broken", broken)
+    monkeypatch.setattr(measure, "captured", lambda call: call)
+    for rows in (forward.rows(session("broken"), "headline"), accuracy.rows(session("broken"))):
+        assert {row["implementation"] for row in rows.popitem()[1]} == {"chunked", "recurrent"}
+    assert {row["implementation"] for row in decode.rows(session("broken"))["decode"]} == {"recurrent"}
+    assert capsys.readouterr().out.count("broken raised RuntimeError at ") == 4
 
 
-def test_a_captured_call_keeps_its_tensors() -> None:
+def test_a_captured_call_keeps_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph has addresses alone: when nobody held the tensors, replays wrote into memory that was given back."""
-    call = lambda: None  # noqa: E731
     replayed: list[int] = []
-    graph = type("Graph", (), {"replay": lambda self: replayed.append(1)})()
-    captured = measure.Captured(graph, call)
+    graph = type("Graph", (), {"replay": lambda self: replayed.append(1)})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    x = torch.zeros(3)
+    alive = weakref.ref(x)
+    captured = measure.captured(partial(x.add_, 1))
+    del x
+    gc.collect()
+    assert alive() is not None
+    assert alive().tolist() == [2.0] * 3, "once before the capture, once in it"
     captured()
     assert replayed == [1]
-    assert captured.call is call
+
+
+def test_the_readme_says_what_was_measured() -> None:
+    """Its two tables, against the results in the repository."""
+    results = report.load([str(ROOT / "BENCHMARKS.json")])
+    text = (ROOT / "README.md").read_text()
+    headline = {(row["shape"], row["H"], row["implementation"]): row for row in results["headline"]["rows"]}
+    steps = {
+        (f"decode, {row['N']} sequences", row["H"], row["implementation"]): row for row in results["decode"]["rows"]
+    }
+    table = text.split("## How fast")[1].split("## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")][
+        2:
+    ]
+    assert len(rows) >= 5
+    for shape, heads, *times, floor in rows:
+        for name, told in zip(("cuda", "triton", "fla"), times, strict=True):
+            row = (headline | steps)[shape, int(heads), name]
+            assert told == f"{row['ms'][1]:.2f}", (shape, name)
+        assert floor == f"{row['byte_floor_ms']:.2f}", shape
+    known = {(row["family"], row["implementation"]): row for row in results["accuracy"]["rows"]}
+    names = {"strongly correlated keys": "strong correlation"}
+    table = text.split("## How accurate")[1].split("## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")][
+        2:
+    ]
+    assert len(rows) >= 4
+    for family, *errors in rows:
+        for name, told in zip(("cuda", "triton", "fla"), errors, strict=True):
+            row = known[names.get(family, family), name]
+            assert told == f"{100 * row['rms_o']:.2f} / {100 * row['rms_state']:.2f}", (family, name)
 
 
 def test_the_place_for_the_tables_is_kept(tmp_path: Path) -> None:
@@ -211,7 +345,17 @@ def test_the_tables_in_the_repository_are_those_of_its_results(tmp_path: Path) -
     assert written.read_text() == (ROOT / "BENCHMARKS.md").read_text()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}x", '{"unknown": {"run": {}, "rows": []}}', '{"host": {"rows": [{}]}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}x",
+        '{"host": {"run": {}, "rows": []}}',
+        '{"unknown": {"run": {}, "rows": []}}',
+        '{"host": {"rows": [{}]}}',
+    ],
+)
 def test_files_that_hold_no_results(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)

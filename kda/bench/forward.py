@@ -1,11 +1,13 @@
 """Suites of the forward: the rows that everyone quotes (headline), time against heads, length, and shape of batch.
 
-Before a shape is timed, every implementation's output is compared with `chunked` in fp64 (on two heads and the first
-tokens) and with the others (everywhere); what differs by more than bf16 explains is reported and not timed.
+Before a shape is timed, results are compared with `chunked` in fp64 (on two heads and the first tokens) and with one
+another (everywhere), states too. Ours that differ by more than bf16 explains are reported and not timed; a peer's error
+stands beside its time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -100,7 +102,7 @@ _ABOUT = (
 
 
 def floor_ms(row: Row) -> float:
-    """What no implementation can be faster than."""
+    """The larger of two estimates: moving the bytes, and multiplying as the chunked algorithm does."""
     return max(row["byte_floor_ms"], row["product_floor_ms"])
 
 
@@ -134,50 +136,73 @@ def part(case: Case, call: dict[str, Any]) -> tuple[dict[str, Any], int, list[in
     return result, tokens, heads
 
 
-def exact_part(case: Case, call: dict[str, Any], device: str) -> Callable[[Tensor], float]:
-    """The error of an output [1, T, H, V], against `chunked` in fp64 on a part of it."""
+def exact_part(case: Case, call: dict[str, Any], device: str) -> Callable[[Output], tuple[float, float]]:
+    """The errors of a result, against `chunked` in fp64 on a part of it: of o, and of the states of whole sequences."""
     small, tokens, heads = part(case, call)
     exact = in_fp64(small)
     exact = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in exact.items()}
-    o = api.fwd(**exact, impl="chunked").o
-    return lambda other: difference(o, other[:, :tokens, heads])
+    right = api.fwd(**exact, impl="chunked")
+    ends = list(itertools.accumulate(case.lengths))
+    whole = [n for n, end in enumerate(ends) if end <= tokens]
+
+    def errors_of(result: Output) -> tuple[float, float]:
+        o = difference(right.o, result.o[:, :tokens, heads])
+        if not whole or result.final_state is None or right.final_state is None:
+            return o, 0.0
+        return o, difference(right.final_state[whole], result.final_state[whole][:, heads])
+
+    return errors_of
+
+
+def apart(a: Output, b: Output) -> float:
+    """How far two results are from one another, o or states."""
+    states = 0.0
+    if a.final_state is not None and b.final_state is not None:
+        states = difference(a.final_state, b.final_state)
+    return max(difference(a.o, b.o), states)
 
 
 def callables(session: Session, case: Case, call: dict[str, Any]) -> dict[str, Callable[[], Output]]:
-    """The implementations that accept the case, with buffers in place, and the peers."""
+    """The implementations that accept the case, with buffers in place, and the peers that can be made to."""
     explanation = dispatch.explain_facts(facts_of(replace(case, lengths=(0,) * len(case.lengths)), session.device))
     buffers = {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
-    chosen = [name for name in session.names if not explanation.reasons[name]]
-    result: dict[str, Callable[[], Output]] = {
+    chosen = [name for name in session.names if not explanation.reasons[name] and name not in session.faulty]
+    calls: dict[str, Callable[[], Output]] = {
         name: partial(api.fwd, **{**call, **buffers}, impl=name) for name in chosen
     }
-    return result | {peer: PEERS[peer][2](call) for peer in session.peers}
+    for peer in session.peers:
+        made = session.attempt(peer, title(case), partial(PEERS[peer][2], call))
+        if made is not None:
+            calls[peer] = made
+    return calls
 
 
 def _checked(
     session: Session, case: Case, call: dict[str, Any]
 ) -> tuple[dict[str, Callable[[], Output]], dict[str, float]]:
-    """The calls that compute the right thing, and the error of all; what is wrong with ours goes to the session."""
-    calls = callables(session, case, call)
-    error_of = exact_part(case, call, session.device)
-    errors, first = {}, None
-    for name, run in list(calls.items()):
-        try:
-            o = run().o
-        except Exception as error:
-            if name in dispatch.TABLE:
-                raise
-            session.console.print(f"{name} raised {type(error).__name__} at {title(case)}: {error}", markup=False)
-            del calls[name]
+    """The calls to time and the error of each. Ours that are wrong are left out; peers are timed as they are."""
+    errors_of = exact_part(case, call, session.device)
+    calls: dict[str, Callable[[], Output]] = {}
+    errors: dict[str, float] = {}
+    first: Output | None = None
+    for name, run in callables(session, case, call).items():
+        ours, where = name in dispatch.TABLE, f"{title(case)}, H = {case.H}"
+        result = run() if ours else session.attempt(name, where, run)
+        if result is None:
             continue
-        errors[name] = error_of(o)
-        first = o.clone() if first is None else first
-        apart = difference(first, o)
-        if name in dispatch.TABLE and not (errors[name] < AGREEMENT and apart < AGREEMENT):
-            session.wrong.append(
-                f"{name} at {title(case)}, H = {case.H}: error {errors[name]:.1e}, apart from the first {apart:.1e}"
+        errors[name], state = errors_of(result)
+        between = 0.0 if first is None else apart(first, result)
+        if not all(error < AGREEMENT for error in (errors[name], state, between)):  # nor NaN
+            sentence = (
+                f"{name} at {where}: error {errors[name]:.1e}, of states {state:.1e}, from the first {between:.1e}"
             )
-            del calls[name]
+            if ours:
+                session.wrong.append(f"{sentence}; not timed")
+                continue
+            session.console.print(sentence, markup=False)
+        calls[name] = run
+        if first is None:
+            first = Output(result.o.clone(), None if result.final_state is None else result.final_state.clone())
     return calls, errors
 
 
@@ -215,5 +240,9 @@ def rows(session: Session, suite: str) -> dict[str, list[Row]]:
     cases: Iterable[Case] = SUITES[suite] if session.device == "cuda" else ON_A_CPU
     found: list[Row] = []
     for case in session.over(suite, session.wanted(cases)):
-        found.extend(rows_of(session, case))
+        try:
+            found.extend(rows_of(session, case))
+        except torch.OutOfMemoryError as error:
+            session.console.print(f"{title(case)}, H = {case.H}: {error}", markup=False)
+            torch.cuda.empty_cache()
     return {suite: found}

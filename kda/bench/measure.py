@@ -46,10 +46,13 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 def _timed(samples: Mapping[str, list[float]]) -> dict[str, Timed]:
     first = next(iter(samples.values()))
-    return {
-        name: Timed(quartiles(x), quartiles([a / b for a, b in zip(x, first, strict=False)]))
-        for name, x in samples.items()
-    }
+
+    def ratios(x: list[float]) -> list[float]:
+        if len(x) == len(first):
+            return [a / b for a, b in zip(x, first, strict=True)]
+        return [statistics.median(x) / statistics.median(first)]  # one of them ran once
+
+    return {name: Timed(quartiles(x), quartiles(ratios(x))) for name, x in samples.items()}
 
 
 def _order(calls: Mapping[str, Call], round: int) -> list[tuple[str, Call]]:
@@ -146,7 +149,7 @@ def product_rate() -> float:
 
 
 def bytes_of(case: Case) -> int:
-    """What must be moved: q, k, v, g in, o out, beta, and the fp32 states in and out, once."""
+    """What any implementation must move: q, k, v, g in, o out, beta, and the fp32 states in and out, once."""
     element = torch.finfo(DTYPES[case.dtype]).bits // 8
     token = element * (2 * case.H * case.K + case.HV * (2 * case.V + case.K + 1))
     states = 2 * len(case.lengths) * case.HV * case.K * case.V * 4
@@ -154,7 +157,7 @@ def bytes_of(case: Case) -> int:
 
 
 def operations_of(case: Case, chunk: int = SM90_TOKENS) -> int:
-    """What the chunked algorithm must multiply and add, 2 operations a pair, with chunks of that many tokens.
+    """What the chunked algorithm multiplies and adds, 2 operations a pair, with dense chunks of that many tokens.
 
     Per token and head: Kd S, Qd S and Ak^T R (6 K V); L, M, Ab^T Kr (6 K C) and Aq R (2 V C); the inverse, and M Ab
     (6 C^2).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,10 @@ def _fla_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fla(call: dict[str, Any]) -> Callable[[], Output]:
-    """`chunk_kda` of flash-linear-attention (fla-core)."""
+    """`chunk_kda` of flash-linear-attention (fla-core), by its own kernels: it would hand the call to others."""
     import torch
+
+    os.environ["FLA_FLASH_KDA"] = os.environ["FLA_KDA_KERNELS"] = "0"  # read once, at its first call
     from fla.ops.kda import chunk_kda
 
     offsets = call.get("cu_seqlens")
@@ -59,16 +62,23 @@ def _fla_step(call: dict[str, Any], states: Tensor) -> Callable[[], Output]:
 
 
 def _flash_kda(call: dict[str, Any]) -> Callable[[], Output]:
-    """FlashKDA's `fwd`: everything by position, results into buffers."""
+    """FlashKDA's `fwd`: everything by position, results into buffers, 64-bit offsets, no parameter left out."""
     import torch
     from flash_kda import fwd
 
-    out, final = torch.empty_like(call["v"]), torch.empty_like(call["initial_state"])
     offsets, scale = call.get("cu_seqlens"), call["q"].shape[-1] ** -0.5
-    gate = (call["A_log"], call["dt_bias"], call["lower_bound"])
+    offsets = None if offsets is None else offsets.long()
+    H, K = call["g"].shape[-2:]
+    zeros = {"A_log": (H,), "dt_bias": (H, K)}
+    A_log, dt_bias = (
+        torch.zeros(shape, device=call["q"].device) if call[name] is None else call[name]
+        for name, shape in zeros.items()
+    )
+    gate = (A_log, dt_bias, call["lower_bound"])
     tokens = [call[name] for name in ("q", "k", "v", "g", "beta")]
 
     def run() -> Output:
+        out, final = torch.empty_like(call["v"]), torch.empty_like(call["initial_state"])
         with torch.inference_mode():
             fwd(*tokens, scale, out, *gate, call["initial_state"], final, offsets)
         return Output(out, final)

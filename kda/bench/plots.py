@@ -10,12 +10,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 
 from kda.bench import forward, style
 from kda.bench.accuracy import BLOCK
 from kda.bench.report import Results
 from kda.bench.session import Row
+
+#: Families whose errors are drawn along the sequence: the usual inputs and the hardest.
+SHOWN = ("usual", "slow channels", "strong correlation", "one key repeated")
 
 #: How names are written in a legend.
 NAMES = {"fla": "flash-linear-attention", "flash_kda": "FlashKDA"}
@@ -92,14 +96,15 @@ def ratio(rows: list[Row]) -> Figure:
     """Bars: how many times as long as the first implementation the others take."""
     first = rows[0]["implementation"]
     others = [name for name in dict.fromkeys(row["implementation"] for row in rows) if name != first]
-    found = {(row["shape"], row["H"], row["implementation"]): row["ratio"] for row in rows}
+    found = {(row["shape"], row["H"], row["implementation"]): row["ms"][1] for row in rows}
     shapes = [shape for shape in dict.fromkeys((row["shape"], row["H"]) for row in rows) if (*shape, first) in found]
     figure, axes = plt.subplots(figsize=(7.0, 1.0 + 0.27 * len(shapes)))
     width = 0.8 / max(len(others), 1)
     for i, name in enumerate(others):
-        here = [(n, found[*shape, name]) for n, shape in enumerate(shapes) if (*shape, name) in found]
+        both = [(n, (*shape, name), (*shape, first)) for n, shape in enumerate(shapes) if (*shape, name) in found]
+        here = [(n, found[a] / found[b]) for n, a, b in both]
         at = [n + (i - (len(others) - 1) / 2) * width for n, _ in here]
-        medians = [x[1] for _, x in here]
+        medians = [x for _, x in here]
         colour = style.COLOURS.get(name)
         axes.barh(at, [x - 1 for x in medians], left=1, height=width, color=colour, label=_name(name))
         for y, x in zip(at, medians, strict=True):
@@ -123,16 +128,16 @@ def ratio(rows: list[Row]) -> Figure:
     axes.set_ylim(len(shapes) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"time / time of {_name(first)}, log scale")
-    axes.legend(loc="upper right")
+    axes.legend(loc="center right")
     return figure
 
 
 def position(rows: list[Row]) -> Figure:
     """RMS error and worst sigma against the token's position, for the usual inputs and the hardest."""
     families = list(dict.fromkeys(row["family"] for row in rows))
-    shown = [family for family in ("usual", "slow channels", "strong correlation") if family in families]
+    shown = [family for family in SHOWN if family in families]
     figure, panels = plt.subplots(
-        2, len(shown), figsize=(3.1 * len(shown) + 0.6, 5.0), sharex=True, sharey="row", squeeze=False
+        2, len(shown), figsize=(2.4 * len(shown) + 1.0, 5.2), sharex=True, sharey="row", squeeze=False
     )
     for column, family in enumerate(shown):
         above, below = panels[:, column]
@@ -146,34 +151,47 @@ def position(rows: list[Row]) -> Figure:
                 lw=1.4,
                 label=name,
             )
-            if row["ours"]:
-                below.plot(at, row["sigma"], color=colour, lw=1.4, label=name)
+            below.plot(at, row["sigma"], "-" if row["ours"] else ":", color=colour, lw=1.4)
         above.set_title(family)
         below.set_xlabel("position of the token")
-    panels[0, 0].set_ylabel("RMS error of o, % of its RMS")
-    panels[0, 0].set_ylim(0)
-    panels[1, 0].set_ylabel("worst error, sigma\n(six accepted)")
+    panels[0, 0].set_ylabel("RMS error of o / RMS, %")
+    panels[0, 0].set_yscale("log")
+    panels[0, 0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[0, 0].yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    panels[0, 0].yaxis.set_minor_locator(NullLocator())
+    panels[1, 0].set_ylabel("worst error of o, sigma")
     panels[1, 0].set_ylim(0)
-    panels[0, 0].legend()
+    lines, names = panels[0, 0].get_legend_handles_labels()
+    lines.append(Line2D([], [], ls=":", color=style.LINE))
+    names.append("a peer, in our roundings")
+    figure.legend(lines, names, loc="outside lower center", ncols=5)
     return figure
 
 
-FIGURES: dict[str, tuple[str, Callable[[list[Row]], Figure]]] = {
-    "time-length": ("length", length),
-    "time-heads": ("heads", heads),
-    "ratio": ("headline", ratio),
-    "error-position": ("rms by position", position),
+#: Name -> the table it is made of, how it is drawn, and of how many implementations at least.
+FIGURES: dict[str, tuple[str, Callable[[list[Row]], Figure], int]] = {
+    "time-length": ("length", length, 1),
+    "time-heads": ("heads", heads, 1),
+    "ratio": ("headline", ratio, 2),
+    "error-position": ("rms by position", position, 1),
 }
 
 
 def write(results: Results, directory: str) -> list[str]:
-    """Draw what there are results for, as PNG files in a directory. Returns their names."""
+    """Draw what there are results for, as PNG files in a directory. Returns their names.
+
+    Raises ValueError for rows that lack something.
+    """
     style.use()
     Path(directory).mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (table, draw) in FIGURES.items():
-        if results.get(table, {}).get("rows"):
-            figure = draw(results[table]["rows"])
+    for name, (table, draw, least) in FIGURES.items():
+        rows = results.get(table, {}).get("rows")
+        if rows and len({row["implementation"] for row in rows}) >= least:
+            try:
+                figure = draw(rows)
+            except KeyError as error:
+                raise ValueError(f"--plot: the rows of {table!r} have no {error}, which its figure needs") from error
             figure.savefig(Path(directory) / f"{name}.png", metadata={"Software": None})
             plt.close(figure)
             written.append(f"{name}.png")

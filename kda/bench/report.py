@@ -22,7 +22,7 @@ TABLES: dict[str, Table] = {
     **accuracy.TABLES,
 }
 
-#: What stands between these in a file is the benchmark's; the rest of the file is left as it is.
+#: What stands between these in a file is the benchmark's and is replaced; the rest of the file is left as it is.
 BEGIN = "<!-- begin: written by `python -m kda bench --markdown`, do not edit -->"
 END = "<!-- end -->"
 
@@ -69,6 +69,7 @@ def load(paths: Sequence[str]) -> Results:
             for name, table in found.items():
                 if name not in TABLES or not {"run", "rows"} <= table.keys():
                     raise ValueError(f"unknown table {name!r}")
+                describe(table["run"])
                 for row in table["rows"]:
                     [column.text(row) for column in TABLES[name].columns]
         except (OSError, ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
@@ -82,7 +83,8 @@ def _lines(texts: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _run(run: Mapping[str, Any]) -> str:
+def describe(run: Mapping[str, Any]) -> str:
+    """Where and when it was measured, and what the floors are made of."""
     rates = []
     if run["bandwidth"]:
         rates.append(f"copies {run['bandwidth'] / 1e12:.2f} TB/s")
@@ -98,7 +100,7 @@ def markdown(results: Results) -> str:
     parts: list[str] = []
     where, said = "", ""
     for name in (name for name in TABLES if name in results):
-        table, run = TABLES[name], _run(results[name]["run"])
+        table, run = TABLES[name], describe(results[name]["run"])
         about = "Columns as above." if table.about == said else table.about
         head = [text for text in ("" if run == where else run, about) if text]
         where, said = run, table.about
@@ -106,11 +108,23 @@ def markdown(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(results: Results, path: str) -> None:
-    """Write the tables to a file: in the place for them, if it has one, else as the whole file."""
-    target, text = Path(path), markdown(results)
+def place(path: str) -> tuple[str, str]:
+    """What stands before and after the tables in a file; nothing around them if it is new or empty.
+
+    Raises ValueError for a file with something in it and no place for them.
+    """
+    target = Path(path)
     before = target.read_text() if target.exists() else ""
-    if BEGIN in before and END in before:
-        head, rest = before.split(BEGIN, 1)
-        text = f"{head}{BEGIN}\n\n{text}\n{END}{rest.split(END, 1)[1]}"
-    target.write_text(text)
+    if not before.strip():
+        return "", ""
+    head, begin, rest = before.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"--markdown: expected a new file, or one with the lines {BEGIN} and {END}, got {path}")
+    return head, tail
+
+
+def write(results: Results, path: str) -> None:
+    """Write the tables to their place in a file; what was there is replaced. Raises ValueError as `place`."""
+    head, tail = place(path)
+    Path(path).write_text(f"{head}{BEGIN}\n\n{markdown(results)}\n{END}{tail or chr(10)}")

@@ -58,7 +58,7 @@ def _rows_of(session: Session, case: Case) -> list[Row]:
     call = inputs(case, session.device)
     reasons = dispatch.explain_facts(facts_of(Case(lengths=(1,), H=case.H, K=128, V=128), session.device)).reasons
     found: list[Row] = []
-    for impl in (name for name in session.names if not reasons[name]):
+    for impl in (name for name in session.names if not reasons[name] and name not in session.faulty):
         ways = _ways(call, case.lengths, impl)
         states = ways["pool"].keywords["state_pool"]  # type: ignore[attr-defined]
         start = states.clone()

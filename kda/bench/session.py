@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from kda.bench import measure, peers
+from kda import dispatch
+from kda.bench import measure
 from kda.testing.cases import Case, arguments
+from kda.testing.judge import facts_of
 
 T = TypeVar("T")
 
@@ -27,10 +29,14 @@ AGREEMENT = 2e-2
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, and the text below it for a row."""
+    """A heading, and the text below it for a row.
+
+    aside: too long for a column of a terminal, where it follows the table, to be copied.
+    """
 
     heading: str
     text: Callable[[Row], str]
+    aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Session:
     names:  implementations to measure.
     peers:  other libraries beside them, by name.
     heads:  only shapes with these numbers of heads; None for all.
-    wrong:  a sentence for everything that is not as the specification says. Nothing that is wrong is timed.
+    wrong:  a sentence for everything of ours that is not as the specification says.
+    faulty: implementations that left their tolerance in the accuracy suite, and are not timed.
     """
 
     console: Console
@@ -63,6 +70,7 @@ class Session:
     peers: list[str]
     heads: tuple[int, ...] | None = None
     wrong: list[str] = field(default_factory=list)
+    faulty: set[str] = field(default_factory=set)
 
     @cached_property
     def bandwidth(self) -> float:
@@ -74,28 +82,41 @@ class Session:
         """Operations per second of a product in bf16 in this run; 0 on a CPU."""
         return measure.product_rate() if self.device == "cuda" else 0.0
 
-    def over(self, what: str, items: Iterable[T]) -> Iterator[T]:
-        """The items, under a progress bar."""
-        items = list(items)
+    def over(self, what: str, items: Iterable[T], total: int | None = None) -> Iterator[T]:
+        """The items, as they come, under a progress bar; `total` where their number is not known."""
         with Progress(console=self.console) as progress:
-            task = progress.add_task(what, total=len(items))
+            task = progress.add_task(what, total=len(items) if isinstance(items, Sized) else total)
             for item in items:
                 yield item
                 progress.advance(task)
+
+    def attempt(self, peer: str, where: str, call: Callable[[], T]) -> T | None:
+        """What a peer's call returns; None, and a line that says why, if it raises: that is not our finding."""
+        try:
+            return call()
+        except Exception as error:
+            self.console.print(f"{peer} raised {type(error).__name__} at {where}: {error}", markup=False)
+            return None
 
     def wanted(self, cases: Iterable[Case]) -> list[Case]:
         """Those with a number of heads that was asked for."""
         return [case for case in cases if self.heads is None or case.H in self.heads]
 
 
-def of_session(device: str, names: list[str] | None, with_peers: bool) -> tuple[list[str], list[str]]:
-    """The implementations and the peers to measure on a device: those asked for, else every one that is fast there."""
-    from kda import dispatch
+def runnable(device: str, names: list[str] | None) -> list[str]:
+    """The implementations to measure on a device: those asked for, else every one that is fast there and runs.
 
-    chosen = names or [name for name in dispatch.AUTO[device] if name in dispatch.TABLE]
-    if device == "cpu" and not names:
-        chosen = [*chosen, "recurrent"]
-    return chosen, peers.installed() if with_peers and device == "cuda" else []
+    Raises ValueError for one that was asked for and cannot run.
+    """
+    facts = facts_of(Case(lengths=(1,), packed=False, K=128, V=128), device)
+    reasons = dispatch.explain_facts(facts).reasons
+    if names:
+        for name in names:
+            if reasons[name]:
+                raise ValueError(f"--impl: expected one that runs here, got {name}: {' '.join(reasons[name])}")
+        return list(dict.fromkeys(names))
+    fast = [name for name in dispatch.AUTO[device] if name in dispatch.TABLE]
+    return [name for name in [*fast, *(["recurrent"] if device == "cpu" else [])] if not reasons[name]]
 
 
 def inputs(case: Case, device: str) -> dict[str, Any]:
@@ -139,6 +160,4 @@ def ratio(digits: int) -> Callable[[Row], str]:
 
 def code(name: str) -> Callable[[Row], str]:
     """A name of a program: as code where it is one of ours."""
-    from kda import dispatch
-
     return lambda row: f"`{row[name]}`" if row[name] in dispatch.TABLE else str(row[name])

@@ -61,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--impl", action="append", choices=[*TABLE], help="implementation; may be repeated")
     bench.add_argument("--heads", type=int, nargs="+", help="only the shapes with these numbers of heads")
     bench.add_argument("--no-peers", action="store_true", help="without other libraries, though they are installed")
-    bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE")
+    bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE (replaced)")
     bench.add_argument(
-        "--markdown", metavar="FILE", help="write the tables to FILE, in the place for them if it has one"
+        "--markdown", metavar="FILE", help="write the tables to a new FILE, or to their place in it (replaced)"
     )
     bench.add_argument("--plot", metavar="DIR", help="draw figures into DIR (needs matplotlib)")
     bench.add_argument("--note", help="a sentence that is kept with the results, such as the commit")

@@ -7,15 +7,17 @@ PyTorch are timed, at small sizes, and it says so.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from kda.bench import SUITES, accuracy, decode, forward, host, peers, report, serving
-from kda.bench.session import Row, Session, of_session
+from kda.bench.session import Row, Session, runnable
 from kda.bench.session import Table as Described
 from kda.cli.info import versions
 
@@ -30,25 +32,91 @@ MEASURE: dict[str, Callable[[Session], dict[str, list[Row]]]] = {
 ON_A_CPU = ("accuracy", "headline", "decode", "serving")
 
 
-def _print(console: Console, table: Described, rows: list[Row]) -> None:
-    texts = [[cell.replace("`", "") for cell in line] for line in table.texts(rows)]
-    shown = Table(*texts[0], title=table.title, caption=table.about.replace("`", ""))
-    for line in texts[1:]:
-        shown.add_row(*line)
+def _print(console: Console, table: Described, data: Mapping[str, Any]) -> None:
+    rows = data["rows"]
+    headings, *lines = [[cell.replace("`", "") for cell in line] for line in table.texts(rows)]
+    inside = [i for i, column in enumerate(table.columns) if not column.aside]
+    shown = Table(title=table.title, caption=table.about.replace("`", ""))
+    for i in inside:
+        shown.add_column(headings[i], overflow="fold")
+    for line in lines:
+        shown.add_row(*(line[i] for i in inside))
+    console.print(report.describe(data["run"]), markup=False, highlight=False)
     console.print(shown)
+    for line in lines:
+        for i in set(range(len(headings))) - {*inside}:  # in one piece, to be copied
+            console.print(f"{line[0]}: {line[i]}", markup=False, highlight=False, soft_wrap=True)
 
 
-def show(console: Console, results: report.Results, markdown: str | None, plot: str | None) -> int:
-    """Print results, and write them as Markdown and figures."""
-    for name, table in results.items():
-        _print(console, report.TABLES[name], table["rows"])
+def _write(console: Console, results: report.Results, json: str | None, markdown: str | None, plot: str | None) -> None:
+    """Results as files. Raises ValueError for what has no place there."""
+    if json:
+        report.save(results, json)
     if markdown:
         report.write(results, markdown)
     if plot:
         from kda.bench import plots
 
         console.print(f"figures in {plot}: {', '.join(plots.write(results, plot)) or 'none'}", markup=False)
-    return 0
+
+
+def _checked(json: str | None, markdown: str | None, plot: str | None) -> None:
+    """That files can be written, before anything is measured. Raises ValueError for one that cannot."""
+    for option, path in (("--json", json), ("--markdown", markdown)):
+        if path and not (Path(path).absolute().parent.is_dir() and not Path(path).is_dir()):
+            raise ValueError(f"{option}: expected a file in a directory that exists, got {path}")
+    if markdown:
+        report.place(markdown)
+    if plot and Path(plot).exists() and not Path(plot).is_dir():
+        raise ValueError(f"--plot: expected a directory, got the file {plot}")
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot: expected matplotlib to be installed, which it is not: pip install matplotlib")
+
+
+def _session(
+    console: Console, suites: Sequence[str], names: list[str] | None, heads: Sequence[int] | None, with_peers: bool
+) -> Session:
+    """What is to be measured, and where. Raises ValueError for what cannot be."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and (missing := [suite for suite in suites if suite not in ON_A_CPU]):
+        raise ValueError(f"--suite: expected some of {', '.join(ON_A_CPU)} without a GPU, got {', '.join(missing)}")
+    session = Session(
+        console,
+        device,
+        runnable(device, names),
+        peers.installed() if with_peers and device == "cuda" else [],
+        tuple(heads) if heads else None,
+    )
+    if heads:
+        shapes = forward.ON_A_CPU if device == "cpu" else [case for each in forward.SUITES.values() for case in each]
+        there = sorted({case.H for case in shapes} | {H for _, H in decode.SHAPES[device]})
+        if not set(heads) & set(there):
+            raise ValueError(
+                f"--heads: expected some of {', '.join(map(str, there))}, got {', '.join(map(str, heads))}"
+            )
+    return session
+
+
+def show(console: Console, files: Sequence[str], json: str | None, markdown: str | None, plot: str | None) -> None:
+    """Results that were measured before. Raises ValueError for files that hold none."""
+    results = report.load(files)
+    for name, data in results.items():
+        _print(console, report.TABLES[name], data)
+    _write(console, results, json, markdown, plot)
+
+
+def _measure(session: Session, suites: Sequence[str], where: str, note: str | None, json: str | None) -> report.Results:
+    """Every suite, shown and kept as soon as it is done: what is measured is there, whatever comes."""
+    results: report.Results = {}
+    for suite in suites:
+        found = MEASURE[suite](session)
+        run_of = report.run_of(session, where, note)
+        for name, rows in found.items():
+            results[name] = {"run": run_of, "rows": rows}
+            _print(session.console, report.TABLES[name], results[name])
+        if json:
+            report.save(results, json)
+    return results
 
 
 def run(
@@ -64,38 +132,25 @@ def run(
     note: str | None = None,
 ) -> int:
     """Measure, or read what was measured, and show it. Returns 1 if anything is not as specified, 2 for a bad call."""
-    if plot and importlib.util.find_spec("matplotlib") is None:
-        console.print("--plot needs matplotlib: pip install matplotlib", style="red")
+    try:
+        _checked(json, markdown, plot)
+        if files:
+            if suites or names or heads or note:
+                raise ValueError("--from: expected no other choice beside it, for nothing is measured; leave it out")
+            show(console, files, json, markdown, plot)
+            return 0
+        possible = ON_A_CPU if not torch.cuda.is_available() else SUITES
+        chosen = [suite for suite in SUITES if suite in (suites or possible)]
+        session = _session(console, chosen, names, heads, with_peers)
+    except ValueError as error:
+        console.print(str(error), style="red", markup=False)
         return 2
-    if files:
-        try:
-            kept = report.load(files)
-        except ValueError as error:
-            console.print(str(error), style="red", markup=False)
-            return 2
-        if json:
-            report.save(kept, json)
-        return show(console, kept, markdown, plot)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    possible = [*SUITES] if device == "cuda" else ON_A_CPU
-    chosen = [suite for suite in SUITES if suite in (suites or possible)]
-    missing = [suite for suite in chosen if suite not in possible]
-    if missing:
-        console.print(f"{', '.join(missing)}: needs a GPU. On a CPU there are {', '.join(ON_A_CPU)}.", style="red")
-        return 2
-    session = Session(console, device, *of_session(device, names, with_peers), tuple(heads) if heads else None)
     where = ", ".join(filter(None, [versions(), report.driver(), peers.versions() if session.peers else ""]))
-    console.print(where, markup=False)
-    if device == "cpu":
-        console.print("No GPU here: these are the PyTorch implementations on the CPU, at small sizes.")
-    results: report.Results = {}
-    for suite in chosen:
-        found = MEASURE[suite](session)
-        run_of = report.run_of(session, where, note)
-        results |= {name: {"run": run_of, "rows": rows} for name, rows in found.items()}
-        if json:  # after every suite: what is measured is kept, whatever comes
-            report.save(results, json)
-    show(console, results, markdown, plot)
-    for sentence in session.wrong:
-        console.print(sentence, style="red", markup=False)
+    if session.device == "cpu":
+        console.print("No GPU here: these are the PyTorch implementations on the CPU, in fp32, at small sizes.")
+    try:
+        _write(console, _measure(session, chosen, where, note, json), None, markdown, plot)
+    finally:
+        for sentence in session.wrong:
+            console.print(sentence, style="red", markup=False, soft_wrap=True)
     return 1 if session.wrong else 0

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,6 +220,8 @@ def run(console: Console, options: Options, start: int, folder: Path) -> int:
         console.print(f"cannot fuzz {options.operation}: {options.why_none()}", style="red", markup=False)
         return 2
     console.print(f"seed {start}")
+    # The interpreter computes both sides of a select in numpy.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     work = _Run(console, Journal(folder), start, os.getppid())
     try:
         with _dumping(folder):

@@ -235,8 +235,10 @@ def expect(problem: Problem, rounding: Rounding) -> Expected:
             X, own = folded(W, residual)
             var_state[n] = diagonal(P) + diagonal(D) + X.square().sum(-1) + own + coherent.square().sum(-1)
     stored = ONE * rounding.stored_state**2 * (final / column[:, :, None]).square().mean(-1)
-    # A decay below the smallest normal number is lost whole, however large what it multiplies.
-    flushed = torch.finfo(torch.float64 if rounding.state < unit_roundoff(torch.float32) else torch.float32).tiny
+    # A decay below the smallest normal number is lost whole, however large what it multiplies. For fp64 the limit is
+    # this function's own: it computes with squares, and those of smaller numbers are lost.
+    in_fp64 = rounding.state < unit_roundoff(torch.float32)
+    flushed = torch.finfo(torch.float64).tiny ** 0.5 if in_fp64 else torch.finfo(torch.float32).tiny
     sigma_o, sigma_state = var_o.sqrt() + flushed, (var_state + stored).sqrt() + flushed
     return Expected(o, final.transpose(-1, -2), sigma_o, sigma_state, column, sequence)
 

@@ -135,6 +135,11 @@ LEDGER: tuple[Entry, ...] = (
         "tolerance: a repeated weight of almost 2 turns the state's sign at every token, and its rounding adds up",
         "0f2308b",
     ),
+    Entry(
+        Case(lengths=(188,), K=2, V=1, dtype="float64", gate="softplus", beta="zero", use_beta_sigmoid=False, seed=631),
+        "tolerance: nothing but decay, in fp64, down to numbers whose squares are no fp64 numbers any more",
+        "the first fuzz of all operations",
+    ),
     Entry(Case(lengths=(70,), K=33, V=17), "tiles of 32 value channels in bf16, miscompiled by Triton 3.6", "bddc316"),
     Entry(Case(lengths=(70,), K=64, V=32), "tiles of 32 value channels in bf16, miscompiled by Triton 3.6", "bddc316"),
     Entry(Case(lengths=(70,), use_qk_l2norm=False), "raw keys in bf16, miscompiled by Triton 3.6", "68ce7d0"),
