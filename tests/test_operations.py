@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,6 +249,49 @@ WRONG = [
     "StepCase(case=3, slots=1)",
     "NoCase()",
 ]
+
+
+def test_indices_of_another_dtype_are_trusted_on_a_gpu() -> None:
+    """-1 is 255 without a sign: refused where contents are looked at, not defined where they are not."""
+    case = RefusalCase(
+        StepCase(Case(lengths=(1,), packed=False), slots=3, reads=(-1,), index_dtype="int8"),
+        (("state_indices", "uint8"),),
+    )
+    call, done = refusal._spoiled(case, refusal.good_call(case, "recurrent"))
+    meant, result = refusal._meant(call), torch.zeros(1, 1, 1, 16)
+    (wrong,) = refusal._right(case, done, call, meant, result)
+    assert "accepted what the specification refuses in fp64: state_indices: expected slots below 3" in wrong
+    on_gpu = call | {"q": SimpleNamespace(is_cpu=False)}
+    assert refusal._right(case, done, on_gpu, meant, result) == []
+    assert refusal._right(replace(case, checked=True), done, on_gpu, meant, result) == [wrong]
+    operations.check(case, "recurrent")
+
+
+RIGHT = [
+    # The padding becomes tokens, whose NaN reaches the token before them in the same chunk.
+    RefusalCase(Case(lengths=(1,), padding=2, K=1, V=1, initial_state=False), (("cu_seqlens", "None"),)),
+    RefusalCase(Case(lengths=(1,), K=1, V=1), (("batch_invariant", "no flag"),)),
+]
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_cases_that_the_fuzz_took_for_findings(case: RefusalCase) -> None:
+    for impl in ("chunked", "recurrent"):
+        operations.check(case, impl)
+
+
+def test_a_flag_that_was_left_out_can_be_spoiled() -> None:
+    call, done = refusal._spoiled(RIGHT[1], refusal.good_call(RIGHT[1], "chunked"))
+    assert done == [("batch_invariant", "no flag")]
+    with pytest.raises(TypeError, match="batch_invariant"):
+        kda.fwd(**call)
+
+
+def test_nan_may_reach_back_but_not_vanish() -> None:
+    nan, one = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 1.0])
+    assert refusal._close(torch.tensor([torch.nan, torch.nan]), nan)
+    assert not refusal._close(one, nan)
+    assert not refusal._close(nan, one)
 
 
 @pytest.mark.parametrize("text", WRONG)

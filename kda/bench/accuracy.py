@@ -157,8 +157,8 @@ def rows(session: Session) -> dict[str, list[Row]]:
             by_position = row | _by_position(result.o, oracle[job])
             found["rms by position"].append(by_position)
             found["sigma by position"].append(by_position)
-        text = shlex.quote(repr(cases[family]))
-        command = f"python -m kda replay --impl {name} {text}" if ours else f"the inputs are those of {text}"
+        text = repr(cases[family])
+        command = f"python -m kda replay --impl {name} {shlex.quote(text)}" if ours else f"the inputs of {text}"
         if ours and not d.accepted:
             session.wrong.append(f"{name} on {family}: {d.sigma:.1f} sigma; not timed. {command}")
             session.faulty.add(name)
