@@ -31,12 +31,12 @@ _SIGMA = f"standard deviations of the roundings that the implementation declares
 
 
 def _octave(start: int, stop: int, value: Callable[[Row, int, int], str]) -> Column:
-    return Column(f"{start} to {stop - 1}", lambda row: value(row, start // BLOCK, stop // BLOCK))
+    return Column(f"{start}-{stop - 1}", lambda row: value(row, start // BLOCK, stop // BLOCK))
 
 
 def _rms(row: Row, start: int, stop: int) -> str:
     reference = sum(row["reference2"][start:stop])
-    return f"{math.sqrt(sum(row['error2'][start:stop]) / reference):.1e}" if reference else ""
+    return f"{100 * math.sqrt(sum(row['error2'][start:stop]) / reference):.2f}" if reference else ""
 
 
 def _worst(row: Row, start: int, stop: int) -> str:
@@ -68,7 +68,7 @@ TABLES = {
         ),
     ),
     "rms by position": Table(
-        "Accuracy: RMS error of o / RMS reference, by the token's position",
+        "Accuracy: RMS error of o in % of the reference's RMS, by the token's position",
         "",
         (
             Column("inputs", plain("family")),

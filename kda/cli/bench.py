@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -36,9 +37,11 @@ def _print(console: Console, table: Described, data: Mapping[str, Any]) -> None:
     rows = data["rows"]
     headings, *lines = [[cell.replace("`", "") for cell in line] for line in table.texts(rows)]
     inside = [i for i, column in enumerate(table.columns) if not column.aside]
-    shown = Table(title=table.title, caption=table.about.replace("`", ""))
+    shown = Table(title=table.title, caption=table.about.replace("`", ""), box=box.SIMPLE, padding=(0, 1, 0, 0))
     for i in inside:
-        shown.add_column(headings[i], overflow="fold")
+        # A narrow terminal breaks headings and between words, never a number.
+        longest = max((len(word) for line in lines for word in line[i].split()), default=0)
+        shown.add_column(headings[i], overflow="fold", min_width=longest)
     for line in lines:
         shown.add_row(*(line[i] for i in inside))
     console.print(report.describe(data["run"]), markup=False, highlight=False)
@@ -111,6 +114,9 @@ def _measure(session: Session, suites: Sequence[str], where: str, note: str | No
     for suite in suites:
         found = MEASURE[suite](session)
         run_of = report.run_of(session, where, note)
+        if not any(found.values()):
+            session.console.print(f"{suite}: nothing that {', '.join(session.names)} can run here", markup=False)
+            continue
         for name, rows in found.items():
             results[name] = {"run": run_of, "rows": rows}
             _print(session.console, report.TABLES[name], results[name])
@@ -148,9 +154,11 @@ def run(
     where = ", ".join(filter(None, [versions(), report.driver(), peers.versions() if session.peers else ""]))
     if session.device == "cpu":
         console.print("No GPU here: these are the PyTorch implementations on the CPU, in fp32, at small sizes.")
+    results: report.Results = {}
     try:
-        _write(console, _measure(session, chosen, where, note, json), None, markdown, plot)
+        results = _measure(session, chosen, where, note, json)
+        _write(console, results, None, markdown, plot)
     finally:
         for sentence in session.wrong:
             console.print(sentence, style="red", markup=False, soft_wrap=True)
-    return 1 if session.wrong else 0
+    return 1 if session.wrong else 0 if results else 2
