@@ -20,7 +20,7 @@ from kda.numerics import Rounding
 from kda.problem import Output
 from kda.ref.error import SIGMAS, Deviation, Expected, deviation, token_sigmas
 from kda.testing.cases import FAMILIES, Case, arguments
-from kda.testing.judge import expected, facts_of
+from kda.testing.judge import expected, facts_of, on_cpu
 
 #: Tokens whose errors are taken together.
 BLOCK = 32
@@ -148,8 +148,7 @@ def rows(session: Session) -> dict[str, list[Row]]:
         done = run() if ours else session.attempt(name, family, run)
         if done is None:
             continue
-        state = done.final_state
-        result = Output(done.o.cpu(), None if state is None else state.cpu())
+        result = on_cpu(done)
         d = deviation(result, oracle[job])
         row: Row = {"family": family, "implementation": name, "ours": ours}
         found["accuracy"].append(row | {"rms_o": d.rms_o, "rms_state": d.rms_state, "sigma": d.sigma})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from kda import api, dispatch
 from kda.bench import measure
 from kda.bench.peers import STEPS
-from kda.bench.session import AGREEMENT, Column, Row, Session, Table, code, difference, plain, ratio, spread
+from kda.bench.session import AGREEMENT, Column, Row, Session, Table, code, difference, plain, ratio, share, spread
 from kda.testing.cases import TOKENS, Case, arguments
 
 #: Sequences and heads: bf16, K = V = 128, bounded gate of -5, fp32 states.
@@ -32,9 +33,7 @@ TABLE = Table(
         Column("implementation", code("implementation")),
         Column("ms (quartiles)", spread("ms", 3)),
         Column("ratio", ratio(2)),
-        Column(
-            "floor / time", lambda row: f"{row['byte_floor_ms'] / row['ms'][1]:.3f}" if row["byte_floor_ms"] else ""
-        ),
+        Column("floor / time", share(itemgetter("byte_floor_ms"))),
         Column("error", lambda row: f"{row['error']:.1e}"),
     ),
 )
@@ -62,7 +61,7 @@ def _rows_of(session: Session, N: int, H: int) -> list[Row]:
     exact = api.step(**rows, state=states[ends].clone(), impl="recurrent")
     calls: dict[str, Callable[[], object]] = {}
     errors = {}
-    for name in (name for name in session.names if not reasons[name] and name not in session.faulty):
+    for name in session.able(reasons):
         run = partial(api.step, **call, state=states.clone(), out=torch.empty_like(call["v"]), impl=name)
         errors[name] = difference(exact, run()[ends])
         if errors[name] < AGREEMENT:

@@ -30,8 +30,10 @@ from kda.bench.session import (
     inputs,
     plain,
     ratio,
+    share,
     spread,
     title,
+    where,
 )
 from kda.problem import Output
 from kda.testing.cases import TOKENS, Case, in_fp64
@@ -114,7 +116,7 @@ def table(suite: str) -> Table:
         Column("implementation", code("implementation")),
         Column("ms (quartiles)", spread("ms", 3)),
         Column("ratio", ratio(2)),
-        Column("floor / time", lambda row: f"{floor_ms(row) / row['ms'][1]:.3f}" if floor_ms(row) else ""),
+        Column("floor / time", share(floor_ms)),
         Column("memory, MB", lambda row: f"{row['peak_bytes'] / 1e6:.0f}" if row["peak_bytes"] else ""),
         Column("error", lambda row: f"{row['error']:.1e}"),
     )
@@ -166,9 +168,8 @@ def callables(session: Session, case: Case, call: dict[str, Any]) -> dict[str, C
     """The implementations that accept the case, with buffers in place, and the peers that can be made to."""
     explanation = dispatch.explain_facts(facts_of(replace(case, lengths=(0,) * len(case.lengths)), session.device))
     buffers = {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
-    chosen = [name for name in session.names if not explanation.reasons[name] and name not in session.faulty]
     calls: dict[str, Callable[[], Output]] = {
-        name: partial(api.fwd, **{**call, **buffers}, impl=name) for name in chosen
+        name: partial(api.fwd, **{**call, **buffers}, impl=name) for name in session.able(explanation.reasons)
     }
     for peer in session.peers:
         made = session.attempt(peer, title(case), partial(PEERS[peer][2], call))
@@ -186,16 +187,15 @@ def _checked(
     errors: dict[str, float] = {}
     first: Output | None = None
     for name, run in callables(session, case, call).items():
-        ours, where = name in dispatch.TABLE, f"{title(case)}, H = {case.H}"
-        result = run() if ours else session.attempt(name, where, run)
+        ours = name in dispatch.TABLE
+        result = run() if ours else session.attempt(name, where(case), run)
         if result is None:
             continue
         errors[name], state = errors_of(result)
         between = 0.0 if first is None else apart(first, result)
         if not all(error < AGREEMENT for error in (errors[name], state, between)):  # nor NaN
-            sentence = (
-                f"{name} at {where}: error {errors[name]:.1e}, of states {state:.1e}, from the first {between:.1e}"
-            )
+            sizes = f"error {errors[name]:.1e}, of states {state:.1e}, from the first {between:.1e}"
+            sentence = f"{name} at {where(case)}: {sizes}"
             if ours:
                 session.wrong.append(f"{sentence}; not timed")
                 continue
@@ -243,6 +243,6 @@ def rows(session: Session, suite: str) -> dict[str, list[Row]]:
         try:
             found.extend(rows_of(session, case))
         except torch.OutOfMemoryError as error:
-            session.console.print(f"{title(case)}, H = {case.H}: {error}", markup=False)
+            session.console.print(f"{where(case)}: {error}", markup=False)
             torch.cuda.empty_cache()
     return {suite: found}

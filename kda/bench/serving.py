@@ -10,7 +10,7 @@ import torch
 
 from kda import api, dispatch
 from kda.bench import forward, measure
-from kda.bench.session import Column, Row, Session, Table, code, inputs, plain, ratio, spread, title
+from kda.bench.session import Column, Row, Session, Table, code, inputs, plain, ratio, spread, title, where
 from kda.problem import Output
 from kda.testing.cases import Case
 from kda.testing.judge import facts_of
@@ -58,7 +58,7 @@ def _rows_of(session: Session, case: Case) -> list[Row]:
     call = inputs(case, session.device)
     reasons = dispatch.explain_facts(facts_of(Case(lengths=(1,), H=case.H, K=128, V=128), session.device)).reasons
     found: list[Row] = []
-    for impl in (name for name in session.names if not reasons[name] and name not in session.faulty):
+    for impl in session.able(reasons):
         ways = _ways(call, case.lengths, impl)
         states = ways["pool"].keywords["state_pool"]  # type: ignore[attr-defined]
         start = states.clone()
@@ -67,7 +67,7 @@ def _rows_of(session: Session, case: Case) -> list[Row]:
             states.copy_(start)
             results.append(run().o.clone())
         if not all(torch.equal(results[0], other) for other in results[1:]):
-            session.wrong.append(f"{impl} at {title(case)}, H = {case.H}: o depends on where states lie")
+            session.wrong.append(f"{impl} at {where(case)}: o depends on where states lie")
             continue
         found.extend(
             {"shape": title(case), "H": case.H, "implementation": impl, "states": name}

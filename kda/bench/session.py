@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -98,6 +98,10 @@ class Session:
             self.console.print(f"{peer} raised {type(error).__name__} at {where}: {error}", markup=False)
             return None
 
+    def able(self, reasons: Mapping[str, tuple[str, ...]]) -> list[str]:
+        """The implementations that nothing speaks against: no reason, and no error found before."""
+        return [name for name in self.names if not reasons[name] and name not in self.faulty]
+
     def wanted(self, cases: Iterable[Case]) -> list[Case]:
         """Those with a number of heads that was asked for."""
         return [case for case in cases if self.heads is None or case.H in self.heads]
@@ -136,6 +140,11 @@ def title(case: Case) -> str:
     return "; ".join([lengths, *names])
 
 
+def where(case: Case) -> str:
+    """The shape, for people."""
+    return f"{title(case)}, H = {case.H}"
+
+
 def difference(reference: Tensor, other: Tensor) -> float:
     """RMS difference over the RMS reference."""
     a, b = reference.to(torch.float32), other.to(torch.float32)
@@ -156,6 +165,11 @@ def ratio(digits: int) -> Callable[[Row], str]:
     """Median and quartiles of a ratio; that to itself is 1."""
     of = spread("ratio", digits)
     return lambda row: "1" if tuple(row["ratio"]) == (1, 1, 1) else of(row)
+
+
+def share(floor_ms: Callable[[Row], float]) -> Callable[[Row], str]:
+    """Of the time, what is the floor's; nothing where there is none."""
+    return lambda row: f"{floor_ms(row) / row['ms'][1]:.3f}" if floor_ms(row) else ""
 
 
 def code(name: str) -> Callable[[Row], str]:

@@ -77,10 +77,14 @@ def _checked(json: str | None, markdown: str | None, plot: str | None) -> None:
 
 
 def _session(
-    console: Console, suites: Sequence[str], names: list[str] | None, heads: Sequence[int] | None, with_peers: bool
+    console: Console,
+    device: str,
+    suites: Sequence[str],
+    names: list[str] | None,
+    heads: Sequence[int] | None,
+    with_peers: bool,
 ) -> Session:
-    """What is to be measured, and where. Raises ValueError for what cannot be."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """What is to be measured on a device. Raises ValueError for what cannot be."""
     if device == "cpu" and (missing := [suite for suite in suites if suite not in ON_A_CPU]):
         raise ValueError(f"--suite: expected some of {', '.join(ON_A_CPU)} without a GPU, got {', '.join(missing)}")
     session = Session(
@@ -145,14 +149,15 @@ def run(
                 raise ValueError("--from: expected no other choice beside it, for nothing is measured; leave it out")
             show(console, files, json, markdown, plot)
             return 0
-        possible = ON_A_CPU if not torch.cuda.is_available() else SUITES
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        possible = SUITES if device == "cuda" else ON_A_CPU
         chosen = [suite for suite in SUITES if suite in (suites or possible)]
-        session = _session(console, chosen, names, heads, with_peers)
+        session = _session(console, device, chosen, names, heads, with_peers)
     except ValueError as error:
         console.print(str(error), style="red", markup=False)
         return 2
     where = ", ".join(filter(None, [versions(), report.driver(), peers.versions() if session.peers else ""]))
-    if session.device == "cpu":
+    if device == "cpu":
         console.print("No GPU here: these are the PyTorch implementations on the CPU, in fp32, at small sizes.")
     results: report.Results = {}
     try:

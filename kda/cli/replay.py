@@ -10,9 +10,8 @@ from kda.dispatch import Unsupported
 from kda.ref.error import SIGMAS
 from kda.testing import pool
 from kda.testing.cases import Case, PoolCase, Printed, StepCase
-from kda.testing.judge import Finding, judge, reasons
-from kda.testing.operations import OPERATIONS, check, operation_of, parse, targets
-from kda.testing.operations import reasons as reasons_of
+from kda.testing.judge import Finding, judge
+from kda.testing.operations import OPERATIONS, check, operation_of, parse, reasons, targets
 
 
 def _on_a_pool(console: Console, case: StepCase | PoolCase, impl: str | None) -> int:
@@ -40,11 +39,11 @@ def _other(console: Console, case: Printed, impl: str | None) -> int:
         return 2
     status = 2
     for name in targets(impl, operation_of(case)):
-        if why := reasons_of(case, name) if name else ():
+        if why := reasons(case, name):
             console.print(f"{name} cannot run it: {' '.join(why)}", markup=False)
             continue
         try:
-            told, status = f"right, {check(case, name):.3g} sigma", max(status % 2, 0)
+            told, status = f"right, {check(case, name):.3g} sigma", status % 2
         except Finding as finding:
             told, status = str(finding), 1
         console.print(f"{name or operation_of(case)}: {told}", markup=False, highlight=False, soft_wrap=True)

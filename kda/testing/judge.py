@@ -37,10 +37,14 @@ def reasons(case: Case, impl: str, device: str | None = None) -> tuple[str, ...]
     return dispatch.explain_facts(facts_of(case, device or device_of(impl)), impl).reasons[impl]
 
 
+def on_cpu(result: Output) -> Output:
+    """The result, where the oracle's is."""
+    return Output(result.o.cpu(), None if result.final_state is None else result.final_state.cpu())
+
+
 def _run_call(call: dict[str, Any], impl: str) -> Output:
     """The implementation's own result, on the CPU. `impl` is strict, so this is what ran."""
-    result = api.fwd(**call, impl=impl)
-    return Output(result.o.cpu(), None if result.final_state is None else result.final_state.cpu())
+    return on_cpu(api.fwd(**call, impl=impl))
 
 
 def run(case: Case, impl: str, device: str | None = None) -> Output:
