@@ -4,12 +4,14 @@ from kda import convert
 from kda.api import build, explain, fwd, step
 from kda.dispatch import Availability, Explanation, Unsupported, implementations
 from kda.problem import Output
+from kda.transitions import Transition, transition
 from kda.version import __version__
 
 __all__ = [
     "Availability",
     "Explanation",
     "Output",
+    "Transition",
     "Unsupported",
     "__version__",
     "build",
@@ -18,4 +20,5 @@ __all__ = [
     "fwd",
     "implementations",
     "step",
+    "transition",
 ]
