@@ -146,7 +146,7 @@ def test_without_triton():
 
 # Who may import whom: architecture.md, "The seams".
 
-#: numerics <- problem <- {validate, gate, dispatch, ops} <- plan <- api
+#: numerics <- problem <- {validate, gate, dispatch, ops} <- plan <- api <- transitions
 FRAME = {
     "kda.environment": 0,
     "kda.numerics": 0,
@@ -157,11 +157,12 @@ FRAME = {
     "kda.ops": 2,
     "kda.plan": 3,
     "kda.api": 4,
+    "kda.transitions": 5,
 }
 SHARED = {"kda.problem", "kda.numerics", "kda.gate", "kda.streams"}  # what implementations may import
 TOOLS = ("kda.testing", "kda.bench", "kda.cli", "kda.__main__")
-#: For callers of other libraries: they stand on the frame, and nothing stands on them.
-DOORS = ("kda.convert", "kda.integrations")
+#: For callers of other libraries, and for many processes: they stand on the frame, and nothing stands on them.
+DOORS = ("kda.convert", "kda.integrations", "kda.distributed")
 #: The oracle's error propagation stands on the specification; both PyTorch implementations leave states alike.
 EXTRA = {
     "kda.ref.error": {"kda.ref.recurrent", "kda.ref.states"},
@@ -241,7 +242,9 @@ def test_the_arrow_test_sees_arrows(tmp_path, monkeypatch):
     assert {name for name in found if not allowed("kda.triton.planted", name)} == forbidden
     arrows = [("kda.numerics", "kda.problem"), ("kda.problem", "kda.gate"), ("kda.gate", "kda.dispatch")]
     arrows += [("kda.api", "kda.testing"), ("kda.ref.chunked", "kda.ref.recurrent"), ("kda.api", "kda.triton")]
-    arrows += [("kda.api", "kda.convert"), ("kda.convert", "kda.triton")]
+    arrows += [("kda.api", "kda.convert"), ("kda.convert", "kda.triton"), ("kda.api", "kda.transitions")]
+    arrows += [("kda", "kda.distributed"), ("kda.transitions", "kda.distributed"), ("kda.distributed", "kda.cuda")]
+    arrows += [("kda.ref.chunked", "kda.transitions"), ("kda.validate.transitions", "kda.transitions")]
     assert not any(allowed(*arrow) for arrow in arrows)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,17 @@ import torch
 import kda
 from kda.dispatch import TABLE
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-MAKEFILE = (Path(__file__).parent.parent / "Makefile").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
+#: Those that torchrun starts, in processes of their own.
+RANKS = [snippet for snippet in SNIPPETS if "init_process_group" in snippet]
 
 
 def test_the_serving_recipe_is_right() -> None:
     """What the README's functions for a serving layer return, by the specification on each sequence alone."""
-    (text,) = (x for x in re.findall(r"```python\n(.*?)```", README, re.S) if "def prefill" in x)
+    (text,) = (x for x in SNIPPETS if "def prefill" in x)
     recipe: dict[str, Any] = {}
     exec(compile(text, "README.md", "exec"), recipe)
     pool, gate, slots = recipe["pool"], recipe["gate"], torch.tensor([3, 0])
@@ -49,7 +56,7 @@ def test_the_serving_recipe_is_right() -> None:
         assert torch.equal(pool[untouched], before[untouched])
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.S))
+@pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS if snippet not in RANKS])
 def test_snippets_run(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(snippet, "README.md", "exec"), {})
     printed = capsys.readouterr().out
@@ -64,6 +71,23 @@ def test_snippets_run(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert printed == "True\n"
     elif "torch.compile" in snippet:
         assert printed == "torch.Size([1, 65, 2, 64])\ntorch.Size([1, 130, 2, 64])\n"
+
+
+def test_the_snippet_for_ranks_runs(tmp_path: Path) -> None:
+    """On two, on the CPU."""
+    (snippet,) = RANKS
+    program = tmp_path / "context_parallel.py"
+    program.write_text(snippet)
+    assert f"torchrun --nproc-per-node 2 {program.name}" in snippet
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0: (1, 150, 2, 64), final states of [0], True",
+        "rank 1: (1, 150, 2, 64), final states of [1, 2], True",
+    ]
 
 
 def test_tables_are_complete() -> None:
@@ -87,8 +111,7 @@ def test_commands_exist() -> None:
 
 
 def test_environment_variables_are_told() -> None:
-    root = Path(__file__).parent.parent
-    sources = [path.read_text() for path in (*root.glob("kda/**/*.py"), root / "setup.py")]
+    sources = [path.read_text() for path in (*ROOT.glob("kda/**/*.py"), ROOT / "setup.py")]
     names = {name for text in sources for name in re.findall(r"(?:environ\.get\(|_set\(|switched_on\()\"(\w+)\"", text)}
     assert {"KDA_CACHE", "CUDA_HOME", "KDA_NO_JIT", "KDA_CHECK", "KDA_WITH_BINARY"} <= names
     told = re.findall(r"[`$](\w+)", README)
