@@ -14,3 +14,23 @@ def switched_on(name: str) -> bool:
     if _RAW is not None and name.encode() not in _RAW:
         return False
     return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
+
+
+def segments() -> tuple[int, int] | None:
+    """Tokens of a sequence's first segment and of its next ones, from KDA_SEGMENTS ("128,64"); None if it is not set.
+
+    For tests and measurements, in place of what an implementation finds best. Raises ValueError for other texts.
+    """
+    text = os.environ.get("KDA_SEGMENTS", "")
+    if not text:
+        return None
+    try:
+        first, other = (int(part) for part in text.split(","))
+    except ValueError:
+        first = other = 0
+    if min(first, other) <= 0 or first % 64 or other % 64:
+        raise ValueError(
+            f"KDA_SEGMENTS is {text!r}; expected two multiples of 64 such as 128,64: tokens of the first segment of a "
+            "sequence and of the next ones. Unset it to have them chosen."
+        )
+    return first, other

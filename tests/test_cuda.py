@@ -14,6 +14,7 @@ from targets import HOPPER, parameter
 from torch import Tensor
 
 import kda
+import kda.cuda.fwd
 import kda.cuda.launch
 from kda import api, dispatch, plan, validate
 from kda.cuda import library
@@ -148,6 +149,10 @@ class Recorder:
         self.calls: list[dict[str, Any]] = []
         self.raw: list[bytes] = []
         self.refuses = False
+        self.workspace = 0
+
+    def kda_fwd_plan(self, given: Any, multiprocessors: int) -> int:
+        return self.workspace
 
     def kda_fwd_sm90(self, given: bytes, stream: int, careful: bool) -> int:
         if careful and self.refuses:
@@ -173,6 +178,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     recorder = Recorder()
     monkeypatch.setattr(library, "load", lambda: recorder)
+    monkeypatch.setattr(kda.cuda.fwd, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(kda.cuda.launch, "current_stream", lambda device: 77)

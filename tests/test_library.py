@@ -120,9 +120,11 @@ def refused(tmp_path_factory):
         else:
             problem, host, names = api.gather(**call)[0], fwd, TENSORS
         tensors = {name: call.get(name) for name in names}
-        addresses = host._ADDRESSES.pack(*(0 if x is None else x.data_ptr() for x in tensors.values()))
-        function = compiled.step if host is step else compiled.fwd
-        return bool(function(addresses + host._parameters(problem, tensors)))
+        addresses = [0 if x is None else x.data_ptr() for x in tensors.values()]
+        if host is step:
+            return bool(compiled.step(step._ADDRESSES.pack(*addresses) + step._parameters(problem, tensors)))
+        known = fwd.Known(bytes(fwd._parameters(problem, tensors))[fwd._ADDRESSES.size :], workspace=0)
+        return bool(compiled.fwd(known.addressed(addresses, problem.q.device)[0]))
 
     return ask
 

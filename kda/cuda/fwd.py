@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from ctypes import byref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kda import environment
 from kda.cuda import library
 from kda.cuda.launch import launch
 from kda.cuda.params import DTYPES, FwdParams, describe
+from kda.numerics import SM90_TOKENS
 from kda.problem import TENSORS, Facts, Output, Problem, with_buffers
 
-#: The addresses, which the structure begins with.
-_ADDRESSES = struct.Struct(f"{len(TENSORS)}P")
+#: The addresses, which the structure begins with: those of the tensors, and the workspace.
+_ADDRESSES = struct.Struct(f"{len(TENSORS) + 1}P")
 _address = Tensor.data_ptr
 
+#: Tokens of the first segment and of the next ones. None: as the library finds best.
+SEGMENTS = environment.segments()
 
-def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> bytes:
-    """All parameters but the addresses: what follows them in `FwdParams`."""
+
+class Known(NamedTuple):
+    """What calls have in common that differ in addresses alone.
+
+    parameters: what follows the addresses in `FwdParams`.
+    workspace:  bytes of states between segments.
+    """
+
+    parameters: bytes
+    workspace: int
+
+    def addressed(self, tensors: list[int], device: torch.device) -> tuple[bytes, Tensor | None]:
+        """All parameters for tensors at some addresses, and the workspace, which must live until the launch."""
+        workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
+        address = 0 if workspace is None else workspace.data_ptr()
+        return _ADDRESSES.pack(*tensors, address) + self.parameters, workspace
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> FwdParams:
+    """All parameters but the addresses, and how sequences are cut."""
     facts = problem.facts
     p = FwdParams(
         B=facts.B,
@@ -33,6 +61,7 @@ def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> bytes:
         use_qk_l2norm=facts.use_qk_l2norm,
         use_beta_sigmoid=facts.use_beta_sigmoid,
         allow_neg_eigval=facts.allow_neg_eigval,
+        batch_invariant=facts.batch_invariant,
     )
     renamed = {"initial_state": "initial", "final_state": "final", "state_pool": "pool", "checkpoints": "checkpoint"}
     describe(p, {renamed.get(name, name): x for name, x in tensors.items()})
@@ -43,11 +72,25 @@ def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> bytes:
     if problem.checkpoints is not None and problem.checkpoint_indices is not None:
         p.checkpoint_slots, p.checkpoint_columns = problem.checkpoints.shape[0], problem.checkpoint_indices.shape[1]
         p.checkpoint_every = problem.checkpoint_every
-    return bytes(p)[_ADDRESSES.size :]
+    return p
+
+
+def _known(problem: Problem, tensors: dict[str, Tensor | None]) -> Known:
+    p = _parameters(problem, tensors)
+    if SEGMENTS is not None:
+        p.first_segment, p.segment = (tokens // SM90_TOKENS for tokens in SEGMENTS)
+    if (offsets := tensors["cu_seqlens"]) is not None:
+        p.cu_seqlens = offsets.data_ptr()
+    workspace = library.load().kda_fwd_plan(byref(p), multiprocessors(problem.q.device))
+    return Known(bytes(p)[_ADDRESSES.size :], workspace)
 
 
 def fwd(problem: Problem) -> Output:
-    """`kda.fwd` in one launch. Memory beyond inputs and outputs: none, but for tensors that must be copied first."""
+    """`kda.fwd` in one launch.
+
+    Memory beyond inputs and outputs: tensors that must be copied first; and where sequences are cut (kda/segments.h) a
+    state and a transition of 67 KB each per segment and head, at most four pairs per multiprocessor: 72 MB on an H200.
+    """
     facts = problem.facts
     tensors: dict[str, Tensor | None] = {
         name: problem.layout.cu_seqlens if name == "cu_seqlens" else getattr(problem, name) for name in TENSORS
@@ -62,9 +105,10 @@ def fwd(problem: Problem) -> Output:
 
     known = problem.memo.get("cuda")
     if known is None:
-        known = problem.memo["cuda"] = _parameters(problem, tensors)
-    addresses = _ADDRESSES.pack(*(0 if x is None else x.data_ptr() for x in tensors.values()))
-    launch(library.load().kda_fwd_sm90, addresses + known, problem.q.device, careful=False)
+        known = problem.memo["cuda"] = _known(problem, tensors)
+    device = problem.q.device
+    parameters, _workspace = known.addressed([0 if x is None else x.data_ptr() for x in tensors.values()], device)
+    launch(library.load().kda_fwd_sm90, parameters, device, careful=False)
 
     if problem.out is not None and out is not problem.out:
         out = problem.out.copy_(out)
@@ -80,5 +124,5 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor]) -> Output |
         return None
     device = tensors[0].device
     tensors, result = with_buffers(facts, tensors)
-    addresses = _ADDRESSES.pack(*map(_address, tensors))
-    return result if launch(library.load().kda_fwd_sm90, addresses + known, device, careful=True) else None
+    parameters, _workspace = known.addressed([*map(_address, tensors)], device)
+    return result if launch(library.load().kda_fwd_sm90, parameters, device, careful=True) else None

@@ -35,6 +35,7 @@ def open_library(path: Path, expected_abi: int) -> ctypes.CDLL:
             ("kda_abi", [], ctypes.c_int),
             ("kda_arch", [], ctypes.c_int),
             ("kda_error_text", [ctypes.c_int], ctypes.c_char_p),
+            ("kda_fwd_plan", [ctypes.c_void_p, ctypes.c_int], ctypes.c_int64),
             ("kda_fwd_sm90", [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int], ctypes.c_int),
             ("kda_step_sm90", [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int], ctypes.c_int),
         ):

@@ -30,10 +30,10 @@ _STRIDES = ("q", "k", "v", "g", "beta", "out", "initial", "final", "pool", "chec
 
 
 class FwdParams(Structure):
-    """struct kda_fwd_params. It begins with the tensors' addresses, in `kda.fwd`'s order."""
+    """struct kda_fwd_params. It begins with the addresses of the tensors, in `kda.fwd`'s order, and the workspace."""
 
     _fields_ = [
-        *((name, c_void_p) for name in TENSORS),
+        *((name, c_void_p) for name in (*TENSORS, "workspace")),
         *((f"{name}_stride", c_int64 * 3) for name in _STRIDES),
         ("A_log_stride", c_int64),
         ("dt_bias_stride", c_int64 * 2),
@@ -44,11 +44,15 @@ class FwdParams(Structure):
         ("checkpoint_indices_stride", c_int64 * 2),
         *((name, c_int64) for name in ("B", "T", "H", "HV", "N", "slots")),
         *((f"checkpoint_{name}", c_int64) for name in ("slots", "columns", "every")),
+        ("segment_slots", c_int64),
+        ("first_segment", c_int32),
+        ("segment", c_int32),
         ("scale", c_float),
         ("lower_bound", c_float),
         *((f"{name}_dtype", c_int32) for name in ("beta", "A_log", "dt_bias", "state", "checkpoint")),
         *((f"{name}_indices_dtype", c_int32) for name in ("state", "write", "checkpoint")),
         *((name, c_int32) for name in ("cu_64", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval")),
+        ("batch_invariant", c_int32),
     ]
 
 

@@ -12,6 +12,8 @@
 
 #include "cutlass/arch/reg_reconfig.h"
 #include "kda/extents.h"
+#include "kda/segments.h"
+#include "kda/sm90/chain.cuh"
 #include "kda/sm90/copy.cuh"
 #include "kda/sm90/deal.cuh"
 #include "kda/sm90/inverse.cuh"
@@ -23,46 +25,45 @@ namespace {
 
 constexpr int THREADS = 640;
 
-/// FP16: for normalised keys and queries and weights of a sigmoid, see prepare.cuh. SLOTS: with a pool or checkpoints.
-template <bool FP16, bool SLOTS>
+/// FP16: for normalised keys and queries and weights of a sigmoid, see prepare.cuh.
+template <bool FP16, Features WITH>
 __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
-  // Above the diagonal the inverses and Aq stay zero.
+  load_starts(args.p, s);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(s.inverse) / 16); i += THREADS) {
-    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);
+    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal they stay zero
   }
-  for (int i = threadIdx.x; i < STAGES * static_cast<int>(sizeof(Stage{}.aq) / 16); i += THREADS) {
-    constexpr int VECTORS = sizeof(Stage{}.aq) / 16;
-    reinterpret_cast<uint4*>(s.stage[i / VECTORS].aq)[i % VECTORS] = make_uint4(0, 0, 0, 0);
-  }
+  clear_upper(s, threadIdx.x, THREADS);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       s.raw_gate[i].init(1), s.raw[i].init(1), s.ready[i].init(2);
       s.full[i].init(5), s.read[i].init(8), s.empty[i].init(8);
     }
     for (int i = 0; i < GROUPS; ++i) s.lower_full[i].init(4), s.inverse_full[i].init(1);
+    for (int i = 0; i < 2; ++i) s.transition[i].init(1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  deal(args, s);
+  deal<WITH>(args, s);
+  auto wait = [&] { exchange(args, s, false); };
 
   if (group < 2) {
     cutlass::arch::warpgroup_reg_alloc<160>();
-    recur<SLOTS>(args, s, group);
+    recur<WITH>(args, s, group, [&] { exchange(args, s, true); });
   } else if (group < 4) {
     cutlass::arch::warpgroup_reg_dealloc<56>();
-    prepare<FP16, SLOTS>(args, s, group - 2);
+    prepare<FP16, WITH>(args, s, group - 2, wait);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<48>();
     if (warp == 16) {
-      copy_in<SLOTS>(args, s);
-      clear_padding<SLOTS>(args.p, s);
+      copy_in<WITH>(args, s, wait);
+      clear_padding<WITH>(args.p, s);
     } else if (warp < 19) {
-      look_at_rows<SLOTS>(args, s, warp == 18);
+      look_at_rows<WITH>(args, s, warp == 18, wait);
     } else {
-      invert_chunks<FP16, SLOTS>(args, s);
+      invert_chunks<FP16, WITH>(args, s, wait);
     }
   }
 }
@@ -95,10 +96,12 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&strid
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/// By FP16, by SLOTS.
-const void* const KERNELS[2][2] = {
-    {reinterpret_cast<const void*>(fwd_kernel<false, false>), reinterpret_cast<const void*>(fwd_kernel<false, true>)},
-    {reinterpret_cast<const void*>(fwd_kernel<true, false>), reinterpret_cast<const void*>(fwd_kernel<true, true>)},
+/// By FP16, by Features.
+const void* const KERNELS[2][3] = {
+    {reinterpret_cast<const void*>(fwd_kernel<false, PLAIN>), reinterpret_cast<const void*>(fwd_kernel<false, SLOTS>),
+     reinterpret_cast<const void*>(fwd_kernel<false, SEGMENTS>)},
+    {reinterpret_cast<const void*>(fwd_kernel<true, PLAIN>), reinterpret_cast<const void*>(fwd_kernel<true, SLOTS>),
+     reinterpret_cast<const void*>(fwd_kernel<true, SEGMENTS>)},
 };
 
 /// Multiprocessors of the current device, after the kernels were allowed its shared memory there.
@@ -111,9 +114,11 @@ cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
   if (multiprocessors > 0) return cudaSuccess;
   if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))
     return error;
-  for (const void* kernel : {KERNELS[0][0], KERNELS[0][1], KERNELS[1][0], KERNELS[1][1]}) {
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
-      return error;
+  for (const auto& kernels : KERNELS) {
+    for (const void* kernel : kernels) {
+      if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
+        return error;
+    }
   }
   if (remembered) known[device].store(multiprocessors);
   return cudaSuccess;
@@ -136,6 +141,8 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   // Not more than Kr's one factor in fp16 leaves room for, see decay.cuh; bounds past -5 have a little less below then.
   args.anchor =
       std::min(static_cast<int>(std::lround(16.0 * std::fabs(p->lower_bound) * kda::LOG2E)), 127 - SM90_FP16_BITS);
+  args.minus_exact = -std::ldexp(1.0f, CARRIED - args.anchor);
+  args.late_scale = p->scale * -args.minus_exact;
   if (p->B * p->T > 0) {
     if (cudaError_t error = tensor_map(args.q, p->q, p->q_stride, p->B, p->T, p->H)) return error;
     if (cudaError_t error = tensor_map(args.k, p->k, p->k_stride, p->B, p->T, p->H)) return error;
@@ -143,14 +150,55 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
     if (cudaError_t error = tensor_map(args.g, p->g, p->g_stride, p->B, p->T, p->HV)) return error;
     if (cudaError_t error = tensor_map(args.out, p->out, p->out_stride, p->B, p->T, p->HV)) return error;
   }
-  const int grid = static_cast<int>(tasks < multiprocessors ? tasks : multiprocessors);
+  const bool segments = p->workspace != nullptr;
+  const int grid = segments || tasks > multiprocessors ? multiprocessors : static_cast<int>(tasks);
   args.tasks = static_cast<int>(tasks);
-  args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && tasks > grid;
+  args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && (segments || tasks > grid);
+  if (segments) {
+    args.cut = {p->first_segment, p->segment};
+    if (p->cu_seqlens == nullptr) {
+      Batch batch;
+      batch.add(args.cut, static_cast<int>((p->T + TOKENS - 1) / TOKENS), static_cast<int>(p->N));
+      args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), multiprocessors);
+    }
+    args.states = static_cast<float*>(p->workspace);
+    auto pitched = [&](int64_t (&stride)[3], int pitch) {
+      stride[0] = p->HV * CHANNELS * pitch, stride[1] = CHANNELS * pitch, stride[2] = pitch;
+    };
+    pitched(args.segment_stride, STATE_PITCH), pitched(args.transition_stride, TRANSITION_PITCH);
+    args.transitions = args.states + p->segment_slots * args.segment_stride[0];
+  }
   void* arguments[] = {&args};
   const bool fp16 = p->use_qk_l2norm && p->use_beta_sigmoid;
-  const bool slots = in_slots(*p) || p->checkpoints != nullptr;
-  return cudaLaunchKernel(KERNELS[fp16][slots], dim3(grid), dim3(THREADS), arguments, shared_bytes,
-                          static_cast<cudaStream_t>(stream));
+  const auto to = static_cast<cudaStream_t>(stream);
+  if (segments) {  // whose CTAs wait for one another: all of them are there, or none
+    return cudaLaunchCooperativeKernel(KERNELS[fp16][SEGMENTS], dim3(grid), dim3(THREADS), arguments, shared_bytes, to);
+  }
+  const Features with = in_slots(*p) || p->checkpoints != nullptr ? SLOTS : PLAIN;
+  return cudaLaunchKernel(KERNELS[fp16][with], dim3(grid), dim3(THREADS), arguments, shared_bytes, to);
+}
+
+/// Fills in how sequences are cut, see abi.h.
+void plan(kda_fwd_params& p, int multiprocessors) {
+  Cut cut{p.first_segment, p.segment};
+  p.first_segment = p.segment = 0, p.segment_slots = 0;
+  if (p.batch_invariant || p.T == 0 || p.HV == 0 || p.N == 0 || p.N > MOST_CUT_SEQUENCES) return;
+  if (p.N * p.HV > MOST_WHOLES * multiprocessors) return;
+  const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV);
+  const int chunks = static_cast<int>((p.T + TOKENS - 1) / TOKENS), most_slots = MOST_SEGMENTS * multiprocessors / HV;
+  if (p.cu_seqlens == nullptr) {
+    if (cut.first == 0) cut = cut_of_equals(N, chunks, HV, multiprocessors, most_slots);
+    Batch b;
+    b.add(cut, chunks, N);
+    if (b.cut == 0 || b.slots() > most_slots) return;
+    p.first_segment = cut.first, p.segment = cut.middle, p.segment_slots = b.slots();
+  } else if (cut.first > 0) {
+    p.first_segment = cut.first, p.segment = cut.middle;
+    p.segment_slots = least(most_slots, 2 * divided_up(chunks, cut.middle));
+  } else if (cut_of_equals(1, chunks, HV, multiprocessors, most_slots).first > 0) {
+    // One sequence of all tokens would gain most; what there is the kernel finds.
+    p.segment_slots = least(most_slots, chunks / 2);
+  }
 }
 
 }  // namespace
@@ -161,4 +209,10 @@ extern "C" int kda_fwd_sm90(const kda_fwd_params* p, void* stream, int careful) 
   const cudaError_t error = kda::sm90::launch(p, stream);
   if (error != cudaSuccess) cudaGetLastError();  // ours is returned; the next launch must not find it again
   return error;
+}
+
+extern "C" int64_t kda_fwd_plan(kda_fwd_params* p, int multiprocessors) {
+  kda::sm90::plan(*p, multiprocessors);
+  constexpr int64_t FLOATS = kda::sm90::CHANNELS * (kda::STATE_PITCH + kda::TRANSITION_PITCH);
+  return p->segment_slots * p->HV * FLOATS * int64_t{sizeof(float)};
 }

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KDA_ABI 3
+#define KDA_ABI 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -47,6 +47,7 @@ struct kda_fwd_params {
   const void* fresh;               // [N] bool: begin from zero; or null
   void* checkpoints;               // [checkpoint_slots, HV, 128, 128] (V, K), or null
   const void* checkpoint_indices;  // [N, checkpoint_columns] integers: a slot for every checkpoint, negative for none
+  void* workspace;                 // as many bytes as kda_fwd_plan says, at a multiple of 16; or null: nothing is cut
   int64_t q_stride[3];             // batch, token, head
   int64_t k_stride[3];
   int64_t v_stride[3];
@@ -69,6 +70,9 @@ struct kda_fwd_params {
   int64_t checkpoint_slots;
   int64_t checkpoint_columns;
   int64_t checkpoint_every;  // tokens, a multiple of the kernel's chunk
+  int64_t segment_slots;     // of segments' states in the workspace, for every head
+  int32_t first_segment;  // chunks of the first segment and of the next ones; 0: found from cu_seqlens, on the device
+  int32_t segment;
   float scale;
   float lower_bound;
   int32_t beta_dtype;  // enum kda_dtype
@@ -83,6 +87,7 @@ struct kda_fwd_params {
   int32_t use_qk_l2norm;
   int32_t use_beta_sigmoid;
   int32_t allow_neg_eigval;
+  int32_t batch_invariant;
 };
 
 /// The gates, told apart by the caller's arguments.
@@ -140,6 +145,10 @@ int kda_abi(void);
 
 /// Compute capability the kernels were compiled for, such as 90.
 int kda_arch(void);
+
+/// Fills in how sequences are to be cut into segments on a device with some multiprocessors, and returns the bytes of
+/// workspace that this takes, 0 if none are cut. Depends on sizes, `batch_invariant` and whether there are cu_seqlens.
+int64_t kda_fwd_plan(struct kda_fwd_params* params, int multiprocessors);
 
 /// Launch on `stream` (a cudaStream_t) of the current device. Returns 0 or an error of CUDA; or KDA_REFUSED, but only
 /// if `careful` asks for a look at the addresses: by first and last bytes alone, so views side by side in one tensor

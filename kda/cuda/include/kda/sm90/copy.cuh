@@ -9,15 +9,15 @@
 namespace kda::sm90 {
 
 /// One warp: the initial state of every task, then q, k, v, g of its chunks into the ring.
-template <bool SLOTS>
-__device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
+template <Features WITH, class Exchange>
+__device__ __forceinline__ void copy_in(const Arguments& a, Shared& s, Exchange exchange) {
   using Hint = cute::TMA::CacheHintSm90;
   const kda_fwd_params& p = a.p;
   const auto read_once = Hint::EVICT_FIRST, shared_by_group = p.H == p.HV ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL;
   const int lane = threadIdx.x % 32, size = p.state_dtype == KDA_BF16 ? 2 : 4;
   Ring ring;
   uint32_t states = 0;  // bit i: stage i held a state last
-  for_tasks<SLOTS>(a, s, [&](const Task& task) {
+  auto task_in = [&](const Task& task) {
     const int places = places_of_state(task);
 #pragma unroll 1
     for (int place = 0; place < places; ++place, ++ring.chunk) {
@@ -25,6 +25,18 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
       TransactionBarrier &raw_gate = s.raw_gate[ring.stage()], &raw = s.raw[ring.stage()];
       states |= 1u << ring.stage();
       s.full[ring.stage()].wait(use ^ 1), s.read[ring.stage()].wait(use ^ 1), s.empty[ring.stage()].wait(use ^ 1);
+      char* to = reinterpret_cast<char*>(s.stage[ring.stage()].half);
+      if (WITH >= SEGMENTS && task.carried) {  // which lies as it is wanted here
+        constexpr int BYTES = HALF * STATE_PITCH * sizeof(float);
+        if (lane == 0) {
+          raw_gate.arrive(), raw.arrive_and_expect_tx(BYTES);
+          const float* from = segment_at(a.states, a.segment_stride, task.initial, task.value_head);
+          cute::SM90_BULK_COPY_G2S::copy(from + place * HALF * STATE_PITCH, reinterpret_cast<uint64_t*>(&raw), to,
+                                         BYTES);
+        }
+        __syncwarp();
+        continue;
+      }
       if (lane == 0) raw_gate.arrive(), raw.arrive_and_expect_tx(HALF * CHANNELS * size);
       __syncwarp();
       const int64_t at = task.initial * p.initial_stride[0] + task.value_head * p.initial_stride[1];
@@ -32,8 +44,8 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
       for (int row = lane; row < HALF; row += 32) {
         const char* from =
             static_cast<const char*>(p.initial_state) + (at + (place * HALF + row) * p.initial_stride[2]) * size;
-        char* to = reinterpret_cast<char*>(s.stage[ring.stage()].half) + row * STATE_PITCH * size;
-        cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&raw), to, CHANNELS * size);
+        cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&raw), to + row * STATE_PITCH * size,
+                                       CHANNELS * size);
       }
     }
 #pragma unroll 1
@@ -56,17 +68,19 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s) {
       }
       s.read[ring.stage()].wait(use ^ 1);
       if (lane == 0) {
-        raw.arrive_and_expect_tx(6 * HALF_BYTES);
+        const bool queries = makes_output<WITH>(task), values = queries || task.kind == LOCAL;
+        raw.arrive_and_expect_tx((queries ? 6 : values ? 4 : 2) * HALF_BYTES);
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
           load(a.k, raw, stage.half[half].k, half, task.head, shared_by_group);
-          load(a.q, raw, stage.half[half].q, half, task.head, shared_by_group);
-          load(a.v, raw, stage.half[half].v, half, task.value_head, read_once);
+          if (queries) load(a.q, raw, stage.half[half].q, half, task.head, shared_by_group);
+          if (values) load(a.v, raw, stage.half[half].v, half, task.value_head, read_once);
         }
       }
       __syncwarp();
     }
-  });
+  };
+  for_tasks<WITH>(a, s, task_in, exchange);
 }
 
 /// 1 / norm of this lane's row of a tile. Not by the tensor cores, though it takes more instructions: these come when
@@ -101,11 +115,11 @@ __device__ __forceinline__ float activate_beta(const kda_fwd_params& p, uint32_t
 
 /// Two warps, one for k and g, one for q and v: norms, the activated beta, and what a tile holds beyond the sequence's
 /// end, made harmless: k = q = v = 0 and a gate of -inf, the bounded gate's zero.
-template <bool SLOTS>
-__device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool queries) {
+template <Features WITH, class Exchange>
+__device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool queries, Exchange exchange) {
   const kda_fwd_params& p = a.p;
   Ring ring;
-  for_tasks<SLOTS>(a, s, [&](const Task& task) {
+  auto look = [&](const Task& task) {
     uint32_t next = 0;
     if (const int lane = fresh_lane(); !queries && lane < task.length) next = load_beta(p, task, lane);
 #pragma unroll 1
@@ -138,11 +152,13 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
       }
       __syncwarp();
       float norm = 1.0f;
-      if (p.use_qk_l2norm) norm = inverse_norm(queries ? stage.half[0].q : stage.half[0].k, lane);
+      if (p.use_qk_l2norm && (!queries || makes_output<WITH>(task)))
+        norm = inverse_norm(queries ? stage.half[0].q : stage.half[0].k, lane);
       (queries ? stage.norm[lane].y : stage.norm[lane].x) = norm;
       arrive_warp(s.ready[ring.stage()]);
     }
-  });
+  };
+  for_tasks<WITH>(a, s, look, exchange);
 }
 
 /// Zero in o of all heads for some tokens of a batch row; by a warp of every CTA.
@@ -157,18 +173,18 @@ __device__ __forceinline__ void clear_tokens(const kda_fwd_params& p, int row, i
 }
 
 /// One warp per CTA: o of what belongs to no sequence, or to one without a slot, is zero.
-template <bool SLOTS>
+template <Features WITH>
 __device__ __forceinline__ void clear_padding(const kda_fwd_params& p, const Shared& s) {
   if (p.cu_seqlens != nullptr) {
     const int64_t first = offset_of(p, p.N);
     clear_tokens(p, 0, first, p.T - first);
   }
-  if (!SLOTS || p.state_indices == nullptr) return;
+  if (WITH < SLOTS || p.state_indices == nullptr) return;
   const int N = static_cast<int>(p.N);
 #pragma unroll 1
   for (int at = 0; at < N; at += 32) {
     const int n = at + threadIdx.x % 32;
-    uint32_t padding = __ballot_sync(~0u, n < N && slot_to_read<SLOTS>(p, n) < 0);
+    uint32_t padding = __ballot_sync(~0u, n < N && slot_to_read<WITH>(p, n) < 0);
 #pragma unroll 1
     for (; padding != 0; padding &= padding - 1) {
       const int sequence = at + __ffs(padding) - 1;

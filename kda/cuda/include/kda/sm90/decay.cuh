@@ -91,8 +91,8 @@ __device__ __forceinline__ void sum_gates(Stage& stage, uint32_t use, float4 (&s
   sums[warp][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
-/// Kd, Qd, Ki and Kr in place of k, q, and the sums; and the decay of the whole chunk.
-template <bool FP16>
+/// Kd, Qd, Ki and Kr in place of k, q, and the sums; and the decay of the whole chunk. QUERIES: whether there are any.
+template <bool FP16, bool QUERIES>
 __device__ __forceinline__ void decay_rows(Stage& stage, uint32_t use, const float4 (&sums)[4][32], float anchor,
                                            int warp, int lane) {
   const Words words(stage, warp, lane);
@@ -139,13 +139,14 @@ __device__ __forceinline__ void decay_rows(Stage& stage, uint32_t use, const flo
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {  // before the stores, which no load is moved across
       const uint32_t row = words.row(step) ^ r * Words::ROW;
-      k[r] = in_shared<uint2>(row), q[r] = in_shared<uint2>(row + queries);
+      k[r] = in_shared<uint2>(row);
+      if constexpr (QUERIES) q[r] = in_shared<uint2>(row + queries);
       g[r][0] = in_shared<float2>(row + gate), g[r][1] = in_shared<float2>(row + late);
       norm[r] = norms[r];
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const uint32_t pairs[2] = {k[r].x, k[r].y}, others[2] = {q[r].x, q[r].y};
+      const uint32_t pairs[2] = {k[r].x, k[r].y};
       uint2 kd, qd, ki, kr;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -154,13 +155,17 @@ __device__ __forceinline__ void decay_rows(Stage& stage, uint32_t use, const flo
         const float kx = low(pairs[j]) * norm[r].x, ky = high(pairs[j]) * norm[r].x;
         const float ix = kx * exp2_fast(-x), iy = ky * exp2_fast(-y);
         (j ? kd.y : kd.x) = pack(kx * ex, ky * ey);
-        (j ? qd.y : qd.x) = pack(low(others[j]) * norm[r].y * ex, high(others[j]) * norm[r].y * ey);
+        if constexpr (QUERIES) {
+          const uint32_t other = j ? q[r].y : q[r].x;
+          (j ? qd.y : qd.x) = pack(low(other) * norm[r].y * ex, high(other) * norm[r].y * ey);
+        }
         (j ? ki.y : ki.x) = pack(ix, iy);
         const float rx = ix * rest[2 * j], ry = iy * rest[2 * j + 1];
         (j ? kr.y : kr.x) = FP16 ? pack16<FP16>(rx, ry) : pack(rx * rest[2 * j], ry * rest[2 * j + 1]);
       }
       const uint32_t row = words.row(step) ^ r * Words::ROW;
-      in_shared<uint2>(row) = kd, in_shared<uint2>(row + queries) = qd;
+      in_shared<uint2>(row) = kd;
+      if constexpr (QUERIES) in_shared<uint2>(row + queries) = qd;
       in_shared<uint2>(row + gate) = ki, in_shared<uint2>(row + late) = kr;
     }
   }

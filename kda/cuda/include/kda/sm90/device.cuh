@@ -139,6 +139,9 @@ __device__ __forceinline__ void hold(float (&x)[N]) {
 /// Everything this thread wrote to shared memory is seen by wgmma and bulk copies that come after the next barrier.
 __device__ __forceinline__ void publish() { cutlass::arch::fence_view_async_shared(); }
 
+/// What ordinary stores wrote anywhere, and this thread has learnt of, is seen by its bulk copies from now on.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 /// One arrival for a whole warp, after all its lanes came here.
 __device__ __forceinline__ void arrive_warp(const cutlass::arch::ClusterBarrier& barrier) {
   __syncwarp();

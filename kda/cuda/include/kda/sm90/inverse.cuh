@@ -123,11 +123,11 @@ __device__ __forceinline__ void merge(float* lower, char* inverse, int lane) {
 }
 
 /// The role of a warp: every chunk of this CTA.
-template <bool FP16, bool SLOTS>
-__device__ __forceinline__ void invert_chunks(const Arguments& args, Shared& s) {
+template <bool FP16, Features WITH, class Exchange>
+__device__ __forceinline__ void invert_chunks(const Arguments& args, Shared& s, Exchange exchange) {
   Ring ring;
   uint32_t turns = 0;  // bit g: of group g
-  for_tasks<SLOTS>(args, s, [&](const Task& task) {
+  auto invert_task = [&](const Task& task) {
 #pragma unroll 1
     for (int place = places_of_state(task); place > 0; --place, ++ring.chunk) {
       s.raw_gate[ring.stage()].wait(ring.use());
@@ -144,11 +144,14 @@ __device__ __forceinline__ void invert_chunks(const Arguments& args, Shared& s) 
       merge<FP16>(s.lower[group], s.inverse[group], lane);
       publish();
       arrive_warp(s.inverse_full[group]);
-      fold_queries<FP16>(stage.aq, s.inverse[group], args.anchor, lane);
-      publish();
+      if (makes_output<WITH>(task)) {
+        fold_queries<FP16>(stage.aq, s.inverse[group], args.anchor, lane);
+        publish();
+      }
       arrive_warp(s.full[ring.stage()]);
     }
-  });
+  };
+  for_tasks<WITH>(args, s, invert_task, exchange);
 }
 
 }  // namespace kda::sm90

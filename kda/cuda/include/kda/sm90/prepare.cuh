@@ -93,37 +93,43 @@ __device__ __forceinline__ void store_queries(const float (&d)[16], float exact,
 }
 
 /// The chunks of one group of producers: `group`, `group + GROUPS`, ... of this CTA's.
-template <bool SLOTS>
+template <Features WITH>
 struct Chunks {
   const Arguments& a;
   const Shared& s;
   Ring ring;
-  int position = 0;  // of the next task, see next_task
+  Place place;       // of the next task
   uint32_t end = 0;  // where the current task's chunks end
-  int tail = 0;      // tokens of its last chunk, 0 if that is whole
-  int head = -1;     // its value head
+  // Of the current task, where it is not listed:
+  int tail_tokens = 0;  // of its last chunk, 0 if that is whole
+  int value_head = -1;
 
-  /// Goes on to the chunk's task; false if there are no more.
+  /// Goes on to the chunk's task; false if there are no more for now.
   __device__ __forceinline__ bool seek() {
     while (ring.chunk >= end) {
       Task task;
-      if (!next_task<SLOTS>(a, s, position, task)) return false;
+      if (!next_task<WITH>(a, s, place, task)) return false;
       const int places = places_of_state(task);
       ring.chunk = uniform(ring.chunk < end + places ? ring.chunk + GROUPS : ring.chunk);
-      end += places + task.chunks(), tail = task.length % TOKENS, head = task.value_head;
+      end += places + task.chunks(), tail_tokens = task.length % TOKENS, value_head = task.value_head;
     }
     return true;
   }
-  __device__ bool is_tail() const { return tail != 0 && ring.chunk + 1 == end; }
+  __device__ const Task& listed() const { return s.list[place.position - 1]; }
+  __device__ int head() const { return WITH < SEGMENTS ? value_head : listed().value_head; }
+  __device__ bool output() const { return WITH < SEGMENTS || listed().kind == OUTPUT; }
+  __device__ bool is_tail() const {
+    return ring.chunk + 1 == end && (WITH < SEGMENTS ? tail_tokens : listed().length % TOKENS) != 0;
+  }
 };
 
 /// The role of a producer warpgroup. While a chunk's triangle is inverted elsewhere, the group sums the gates of its
 /// next.
-template <bool FP16, bool SLOTS>
-__device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int group) {
+template <bool FP16, Features WITH, class Exchange>
+__device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int group, Exchange exchange) {
   const kda_fwd_params& p = args.p;
   const int warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
-  Chunks<SLOTS> chunks{args, s, Ring{static_cast<uint32_t>(group)}};
+  Chunks<WITH> chunks{args, s, Ring{static_cast<uint32_t>(group)}};
   Ring seen = chunks.ring;  // the place after the last chunk's
 
   // Places of states are waited for and handed back as those of chunks are: a wait tells a barrier's phase from the one
@@ -148,13 +154,12 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
   };
 
   uint32_t turn = 0;
-#pragma unroll 1
-  for (bool more = chunks.seek(), ahead = false; more;) {
+  auto chunk = [&](bool& more, bool& ahead) {
     if (!ahead) {
       const int lane = fresh_lane(), thread = 32 * warp + lane;
-      const float slope = slope_of(p, chunks.head);
+      const float slope = slope_of(p, chunks.head());
       s.slope[group][thread] = slope;
-      s.offset[group][thread] = offsets_of(p, slope, chunks.head, 4 * lane);
+      s.offset[group][thread] = offsets_of(p, slope, chunks.head(), 4 * lane);
       pass(chunks.ring.chunk);
       gates();
     }
@@ -164,7 +169,13 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     const int lane = fresh_lane();
     cutlass::arch::NamedBarrier::sync(128, group);
     s.ready[ring.stage()].wait(ring.use());
-    decay_rows<FP16>(stage, ring.use(), s.sum[group], static_cast<float>(args.anchor), warp, lane);
+    const bool output = chunks.output();
+    const float anchor = static_cast<float>(args.anchor);
+    if (output) {
+      decay_rows<FP16, true>(stage, ring.use(), s.sum[group], anchor, warp, lane);
+    } else {
+      decay_rows<FP16, false>(stage, ring.use(), s.sum[group], anchor, warp, lane);
+    }
     publish();
     cutlass::arch::NamedBarrier::sync(128, group);
 
@@ -175,15 +186,18 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     switch (warp) {
       case 0: store_keys<FP16, false>(beta, d, exact, s.lower[group], lane); break;
       case 1: store_keys<FP16, true>(beta, d, exact, s.lower[group], lane); break;
-      case 2: store_queries<FP16, false>(d, exact, stage.aq, lane); break;
-      default: store_queries<FP16, true>(d, exact, stage.aq, lane);
+      case 2:
+        if (output) store_queries<FP16, false>(d, exact, stage.aq, lane);
+        break;
+      default:
+        if (output) store_queries<FP16, true>(d, exact, stage.aq, lane);
     }
     arrive_warp(s.lower_full[group]);  // of all: each warp's share of the scores has read Ki, which Ak will overwrite
 
-    const int position = chunks.position;
+    const int position = chunks.place.position;
     more = chunks.seek();
     // Not into another task, whose constants take long to load, and whose chunk may need this one's place.
-    ahead = more && chunks.position == position;
+    ahead = more && chunks.place.position == position;
     if (ahead) gates();
 
     s.inverse_full[group].wait(turn);
@@ -192,8 +206,15 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     publish();
     arrive_warp(s.full[ring.stage()]);
     seen.chunk = ring.chunk + GROUPS;
+  };
+#pragma unroll 1
+  for (chunks.place.exchanged = WITH < SEGMENTS;; chunks.place.exchanged = true) {
+#pragma unroll 1
+    for (bool more = chunks.seek(), ahead = false; more;) chunk(more, ahead);
+    pass(chunks.end);
+    if (chunks.place.exchanged) break;
+    if (s.cut.first > 0) exchange();
   }
-  pass(chunks.end);
 }
 
 }  // namespace kda::sm90

@@ -24,6 +24,15 @@ __device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&
                                                        d[25], d[26], d[27], d[28], d[29], d[30], d[31], keep);
 }
 
+/// d = (Kd S)^T for 16 of the channels.
+__device__ __forceinline__ void multiply_state(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
+                                               cute::SM90::GMMA::ScaleOut keep) {
+  using namespace cute::SM90::GMMA;
+  MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[0], d[1], d[2], d[3], d[4], d[5],
+                                                       d[6], d[7], d[8], d[9], d[10], d[11], d[12], d[13], d[14], d[15],
+                                                       keep);
+}
+
 /// o += (Aq R)^T for 16 of the tokens of R.
 __device__ __forceinline__ void add_to_output(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
   using namespace cute::SM90::GMMA;
@@ -60,7 +69,7 @@ __device__ __forceinline__ void store_output(Shared& s, uint32_t chunk, int grou
   }
 }
 
-/// o of chunk `c` of the task, `chunk` of the CTA, out of shared memory; rows beyond the sequence's end are left alone.
+/// o of chunk `chunk` of the CTA, `c` of the task, out of shared memory; rows beyond the sequence's end are left alone.
 /// Buffers change with every chunk, so a group's barrier also says that the buffer before is free. Only the LAST chunk
 /// of a task can have such rows.
 template <bool LAST>
@@ -91,108 +100,143 @@ __device__ __forceinline__ void send_output(const Arguments& a, Shared& s, const
 }
 
 /// The role of a consumer warpgroup: columns 64 `group` .. of V, every chunk of this CTA.
-template <bool SLOTS>
-__device__ __forceinline__ void recur(const Arguments& args, Shared& s, int group) {
+template <Features WITH, class Exchange>
+__device__ __forceinline__ void recur(const Arguments& args, Shared& s, int group, Exchange exchange) {
   using namespace cute::SM90::GMMA;
   const kda_fwd_params& p = args.p;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const int first_row = group * HALF + warp * 16;
+  const int warp = threadIdx.x % 128 / 32, first_row = group * HALF + warp * 16;
   const float down = power_of_two(-CARRIED), up = power_of_two(CARRIED);
-  const float exact = power_of_two(CARRIED - args.anchor);
-  const float result[2] = {p.scale, p.scale * exact};
-  const int vector = 2 * warp + lane / 16;  // of V and O, for ldmatrix and stmatrix
   Ring ring;
   State state;
 
-  for_tasks<SLOTS>(args, s, [&](const Task& task) {
-    const int chunks = task.chunks();
-    if (chunks == 0) {
-      copy_state<SLOTS>(p, task, first_row);
-      return;
-    }
-    load_state(p, s, task, ring, group, down, state);
-    uint32_t a[8][4];  // the state in bf16, an operand
+  // The chunks of a task from the ring's place to `end`. OUTPUT: whether o is asked for, else the state alone. Chunk 0
+  // of the task was, or would have been, at `zero`.
+  auto walk = [&](auto output, const Task& task, uint32_t zero, uint32_t end) {
+    constexpr bool OUTPUT = decltype(output)::value;
+    const int lane = fresh_lane(), vector = 2 * warp + lane / 16;  // of V and O, for ldmatrix and stmatrix
+    uint32_t a[8][4];                                              // the state in bf16, an operand
     pack_state(state, a);
-    // In parts, after each of which the state is kept.
-    for (int begin = 0, stop; begin < chunks; begin = stop) {
-      stop = !SLOTS || p.checkpoints == nullptr ? chunks : min(begin + chunks_between_checkpoints(p), chunks);
-      uint32_t done[2][4];  // o of the chunk before, to be stored under the products of this one
-      const uint32_t first = ring.chunk;
-      s.raw[ring.stage()].wait(ring.use());
+    uint32_t done[2][4];  // o of the chunk before, to be stored under the products of this one
+    bool begun = false;
+    s.raw[ring.stage()].wait(ring.use());
 #pragma unroll 1
-      for (const uint32_t end = first + stop - begin; ring.chunk != end; ++ring.chunk) {
-        Stage& stage = s.stage[ring.stage()];
-        s.full[ring.stage()].wait(ring.use());
+    do {
+      Stage& stage = s.stage[ring.stage()];
+      s.full[ring.stage()].wait(ring.use());
 
-        float d[32];       // Kd S, then Qd S
-        uint32_t v[2][4];  // V in bf16
-        const uint64_t kq = descriptor(stage.half[0].k, LayoutType::B128, 1024);
-        const uint64_t ak = descriptor(stage.gate(ring.use(), 0), LayoutType::B128, 1024, HALF_STRIDE);
-        const uint64_t aq = descriptor(stage.aq, LayoutType::B64, 512);
+      float d[OUTPUT ? 32 : 16];  // Kd S, then Qd S
+      uint32_t v[2][4];           // V in bf16
+      const uint64_t kq = descriptor(stage.half[0].k, LayoutType::B128, 1024);
+      const uint64_t ak = descriptor(stage.gate(ring.use(), 0), LayoutType::B128, 1024, HALF_STRIDE);
+      const uint64_t aq = descriptor(stage.aq, LayoutType::B64, 512);
 
-        hold(d);
-        cute::warpgroup_arrive();
+      hold(d);
+      cute::warpgroup_arrive();
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          multiply_state(d, a[i], operand_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32),
-                         i == 0 ? ScaleOut::Zero : ScaleOut::One);
-        }
-        cute::warpgroup_commit_batch();
-        // Under the products, which read the packed state. The branches keep ptxas from moving it among them or after.
-        if (ring.chunk != first) store_output(s, ring.chunk - 1, group, lane, vector, done);
+      for (int i = 0; i < 8; ++i) {
+        multiply_state(d, a[i], operand_at(kq, i / 4 * HALF_STRIDE + i % 4 * 32),
+                       i == 0 ? ScaleOut::Zero : ScaleOut::One);
+      }
+      cute::warpgroup_commit_batch();
+      // Under the products, which read the packed state. The branches keep ptxas from moving it among them or after.
+      if constexpr (OUTPUT) {
+        if (begun) store_output(s, ring.chunk - 1, group, lane, vector, done);
+      }
 #pragma unroll
-        for (int h = 0; h < 2; ++h) load_transposed(v[h], stage.half[group].v + swizzled(16 * h + lane % 16, vector));
+      for (int h = 0; h < 2; ++h) {
+        load_transposed(v[h], stage.half[group].v + swizzled(16 * h + lane % 16, vector));
+        if (!OUTPUT && task.kind == TRANSITION) v[h][0] = v[h][1] = v[h][2] = v[h][3] = 0;  // whatever lay there
+      }
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float4 decay = *reinterpret_cast<const float4*>(&stage.decay[decay_at(16 * j + lane % 4 * 2)]);
-          float* x = &state[8 * j];
-          x[0] *= decay.x, x[1] *= decay.y, x[2] *= decay.x, x[3] *= decay.y;
-          x[4] *= decay.z, x[5] *= decay.w, x[6] *= decay.z, x[7] *= decay.w;
-        }
-        hold(state);
-        if (ring.chunk != first)
-          send_output<false>(args, s, task, ring.chunk - 1, begin + ring.chunk - first - 1, group);
-        cute::warpgroup_wait<0>();
-        hold(d);
-        float o[16];  // a copy: ptxas cannot accumulate into a part of an earlier product's registers
+      for (int j = 0; j < 8; ++j) {
+        const float4 decay = *reinterpret_cast<const float4*>(&stage.decay[decay_at(16 * j + lane % 4 * 2)]);
+        float* x = &state[8 * j];
+        x[0] *= decay.x, x[1] *= decay.y, x[2] *= decay.x, x[3] *= decay.y;
+        x[4] *= decay.z, x[5] *= decay.w, x[6] *= decay.z, x[7] *= decay.w;
+      }
+      hold(state);
+      if constexpr (OUTPUT) {
+        if (begun) send_output<false>(args, s, task, ring.chunk - 1, ring.chunk - 1 - zero, group);
+        begun = true;
+      }
+      cute::warpgroup_wait<0>();
+      hold(d);
+      float o[16];  // a copy: ptxas cannot accumulate into a part of an earlier product's registers
+      if constexpr (OUTPUT) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) o[i] = d[16 + i];
-        arrive_warp(s.read[ring.stage()]);
-        uint32_t r[2][4];
+      }
+      arrive_warp(s.read[ring.stage()]);
+      uint32_t r[2][4];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float scale = i < 4 ? 1.0f : exact;
-          const uint32_t x = v[i / 4][i % 2 * 2 + i % 4 / 2];
-          r[i / 4][i % 4] = pack(fmaf(d[2 * i], -scale, low(x)), fmaf(d[2 * i + 1], -scale, high(x)));
-        }
-        hold(state), hold(o);
-        cute::warpgroup_arrive();
-        add_to_state(state, r[0], ak);
-        add_to_state(state, r[1], operand_at(ak, 16 * 128));
-        cute::warpgroup_commit_batch();
+      for (int i = 0; i < 8; ++i) {
+        const float scale = i < 4 ? -1.0f : args.minus_exact;
+        const uint32_t x = v[i / 4][i % 2 * 2 + i % 4 / 2];
+        r[i / 4][i % 4] = pack(fmaf(d[2 * i], scale, low(x)), fmaf(d[2 * i + 1], scale, high(x)));
+      }
+      hold(state);
+      if constexpr (OUTPUT) hold(o);
+      cute::warpgroup_arrive();
+      add_to_state(state, r[0], ak);
+      add_to_state(state, r[1], operand_at(ak, 16 * 128));
+      cute::warpgroup_commit_batch();
+      if constexpr (OUTPUT) {
         add_to_output(o, r[0], aq);
         add_to_output(o, r[1], operand_at(aq, 32));
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<1>();
-        hold(state);
-        // Under the products of Aq. The wait for the next V, which is there long before its operands, keeps ptxas from
-        // moving it.
-        pack_state(state, a);
-        if (const Ring next{ring.chunk + 1}; next.chunk != end) s.raw[next.stage()].wait(next.use());
+      } else {
+        cute::warpgroup_wait<0>();
+        arrive_warp(s.empty[ring.stage()]);
+      }
+      hold(state);
+      // Under the products of Aq. The wait for the next V, which is there long before its operands, keeps ptxas from
+      // moving it.
+      pack_state(state, a);
+      if (const Ring next{ring.chunk + 1}; next.chunk != end) s.raw[next.stage()].wait(next.use());
+      if constexpr (OUTPUT) {
         cute::warpgroup_wait<0>();
         hold(o);
         arrive_warp(s.empty[ring.stage()]);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) done[h][i] = pack(o[8 * h + 2 * i] * result[h], o[8 * h + 2 * i + 1] * result[h]);
+          for (int i = 0; i < 4; ++i) {
+            const float scale = h ? args.late_scale : p.scale;
+            done[h][i] = pack(o[8 * h + 2 * i] * scale, o[8 * h + 2 * i + 1] * scale);
+          }
         }
       }
+    } while (++ring.chunk != end);
+    if constexpr (OUTPUT) {
       store_output(s, ring.chunk - 1, group, lane, vector, done);
-      send_output<true>(args, s, task, ring.chunk - 1, stop - 1, group);
-      keep_state<SLOTS>(p, task, stop, first_row, up, state);
+      send_output<true>(args, s, task, ring.chunk - 1, ring.chunk - 1 - zero, group);
     }
-  });
+    keep_state<WITH>(args, task, ring.chunk - zero, first_row, up, state);
+  };
+
+  auto recur_task = [&](const Task& task) {
+    if (task.chunks() == 0) {
+      copy_state<WITH>(p, task, first_row);
+      return;
+    }
+    if (!makes_output<WITH>(task)) {
+      begin_state(task, first_row, down, state);
+      walk(std::false_type{}, task, ring.chunk, ring.chunk + uniform(task.chunks()));
+      return;
+    }
+    load_state<WITH>(p, s, task, ring, group, down, state);
+    const uint32_t zero = ring.chunk;
+    do {  // in parts, after each of which the state is kept
+      uint32_t end = zero + uniform(task.chunks());
+      if (WITH >= SLOTS && p.checkpoints != nullptr) {
+        const int every = chunks_between_checkpoints(p);
+        end = min(end, ring.chunk + every - (task.before + ring.chunk - zero) % every);
+      }
+      walk(std::true_type{}, task, zero, end);
+    } while (ring.chunk != zero + task.chunks());
+  };
+  for_tasks_aside<WITH>(args, s, recur_task, exchange);
   if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();  // shared memory is read until then
 }
 

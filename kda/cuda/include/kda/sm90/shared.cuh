@@ -22,6 +22,7 @@
 #include "cute/arch/mma_sm90_desc.hpp"
 #include "cutlass/arch/barrier.h"
 #include "kda/numerics.h"
+#include "kda/segments.h"
 
 namespace kda::sm90 {
 
@@ -37,6 +38,7 @@ constexpr int SOLVED_PITCH = 12;   // floats: columns of 8-row blocks of the inv
 constexpr int MOST_SORTED = 256;   // sequences that are ordered by length: every CTA compares each with all
 constexpr int HAND = 64;           // heads that are dealt at once, see deal.cuh
 constexpr int MOST_HANDS = 64;     // each takes the CTA a search and a barrier
+constexpr int MOST_LISTED = 96;    // tasks of a CTA, where sequences may be cut
 constexpr int MOST_STARTS = 1024;  // offsets of sequences that are kept
 
 using Barrier = cutlass::arch::ClusterBarrier;
@@ -64,10 +66,30 @@ struct alignas(1024) Stage {
 
 /// What a stage holds in place of a chunk when a task begins: 64 rows of its state, with some bytes between them, so
 /// that 8 rows meet no bank twice.
-constexpr int STATE_PITCH = CHANNELS + 8;
 static_assert(HALF * STATE_PITCH * sizeof(float) <= sizeof(Stage{}.half));
 
 constexpr int HALF_STRIDE = sizeof(Stage{}.half[0]);  // bytes from one half of a tile to the other
+
+/// What a task makes of its tokens.
+enum Kind : uint8_t {
+  OUTPUT,      // o, and the state after them
+  LOCAL,       // the state after them from one of zero
+  TRANSITION,  // Phi: the same from the identity, without values
+};
+
+/// One sequence of one value head, or a segment of it.
+struct Task {
+  int row, start, length;  // batch row, first token, tokens; none of padding
+  int sequence, head, value_head;
+  int initial;  // slot of the initial state, -1 for zero
+  // Of segments, see segments.h:
+  int before;   // chunks of the sequence before it
+  int segment;  // slot of their states for the one at its end; -1 where that is the sequence's end
+  Kind kind;
+  bool carried;  // `initial` is a slot of theirs
+
+  __device__ int chunks() const { return (length + TOKENS - 1) / TOKENS; }
+};
 
 struct Shared {
   Stage stage[STAGES];
@@ -85,6 +107,7 @@ struct Shared {
   int order[MOST_SORTED];     // sequences, the longest first
   int rank[MOST_HANDS];       // see deal.cuh
   int balanced;
+  int sorted;                           // with segments
   int start[MOST_STARTS];               // first tokens of sequences, and the end of the last one
   TransactionBarrier raw_gate[STAGES];  // g, or the turn of a state
   TransactionBarrier raw[STAGES];       // q, k and v, or half of a state
@@ -93,8 +116,27 @@ struct Shared {
   Barrier read[STAGES];                 // k, q and v are done with
   Barrier empty[STAGES];                // all of the stage is
   Barrier lower_full[GROUPS], inverse_full[GROUPS];
+  TransactionBarrier transition[2];  // see chain.cuh
+  // How sequences are cut, see deal.cuh.
+  Cut cut;
+  Deal deal;
+  int cuts, middles;  // sequences that are cut, and all middles, of one head
+  unsigned long long fastest;
+  int longest;
+  Task list[MOST_LISTED];  // of this CTA
+  int listed_before, listed;
+  int position[4 * GROUPS];  // of each warp of the consumers among them
+  int chunks[MOST_CUT_SEQUENCES], slots_before[MOST_CUT_SEQUENCES], cut_before[MOST_CUT_SEQUENCES];
 };
 static_assert(sizeof(Shared) <= 232448, "does not fit into the shared memory of a multiprocessor");
+
+/// Zero in Aq of all stages: above the diagonal it stays so.
+__device__ __forceinline__ void clear_upper(Shared& s, int thread, int threads) {
+  constexpr int VECTORS = sizeof(Stage{}.aq) / 16;
+  for (int i = thread; i < STAGES * VECTORS; i += threads) {
+    reinterpret_cast<uint4*>(s.stage[i / VECTORS].aq)[i % VECTORS] = make_uint4(0, 0, 0, 0);
+  }
+}
 
 /// Where the decay of an even channel lies, and the next one's after it: in the order in which a consumer's lane needs
 /// them, 8 j + 2 t, 8 j + 2 t + 1 for t = lane % 4, four at a time.

@@ -22,7 +22,7 @@ __device__ __forceinline__ float2 from_neighbour(float2 x) {
 struct Rows {
   int64_t first, step;
   __device__ Rows(const int64_t (&stride)[3], int size, int slot, int value_head, int first_row) {
-    const int lane = threadIdx.x % 32, channel = lane % 2 * 8 + lane % 4 / 2 * 4;
+    const int lane = fresh_lane(), channel = lane % 2 * 8 + lane % 4 / 2 * 4;
     first = (slot * stride[0] + value_head * stride[1] + (first_row + lane / 4) * stride[2] + channel) * size;
     step = 8 * stride[2] * size;
   }
@@ -30,7 +30,7 @@ struct Rows {
 
 template <class Quarter>
 __device__ __forceinline__ void store_rows(void* to, const Rows& rows, float scale, const State& s) {
-  const bool odd = threadIdx.x % 2;
+  const bool odd = fresh_lane() % 2;
   char* first = static_cast<char*>(to) + rows.first;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -48,6 +48,7 @@ __device__ __forceinline__ void store_rows(void* to, const Rows& rows, float sca
 }
 
 /// The initial state, which comes in the ring's next places.
+template <Features WITH>
 __device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, const Task& task, Ring& ring, int group,
                                            float scale, State& state) {
   if (task.initial < 0) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, c
   }
   const Ring first = ring, own{ring.chunk + group};
   for (; ring.chunk != first.chunk + GROUPS; ++ring.chunk) s.raw[ring.stage()].wait(ring.use());
-  const int lane = threadIdx.x % 32, at = (threadIdx.x % 128 / 32 * 16 + lane / 4) * STATE_PITCH + lane % 4 * 2;
+  const int lane = fresh_lane(), at = (threadIdx.x % 128 / 32 * 16 + lane / 4) * STATE_PITCH + lane % 4 * 2;
   auto load = [&](auto two) {
     using Two = decltype(two);
     const Two* from = reinterpret_cast<const Two*>(s.stage[own.stage()].half) + at / 2;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, c
       }
     }
   };
-  if (p.state_dtype == KDA_BF16) {
+  if (state_dtype<WITH>(p, task) == KDA_BF16) {
     load(uint32_t{});
   } else {
     load(float2{});
@@ -85,9 +86,20 @@ __device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, c
   }
 }
 
+/// The state that a transition (the identity) or a local state (zero) begins from.
+__device__ __forceinline__ void begin_state(const Task& task, int first_row, float one, State& state) {
+  const int lane = fresh_lane(), row = first_row + lane / 4, column = lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int up = i / 2 % 2 * 8, along = i / 4 * 8 + i % 2;
+    state[i] = task.kind == TRANSITION && row + up == column + along ? one : 0.0f;
+  }
+}
+
 /// The slot for the checkpoint after some chunks of a task, -1 if there is none to be kept.
 __device__ __forceinline__ int checkpoint_of(const kda_fwd_params& p, const Task& task, int chunks) {
   if (p.checkpoints == nullptr || chunks * TOKENS > task.length) return -1;
+  chunks += task.before;
   const int every = chunks_between_checkpoints(p), column = chunks / every - 1;
   if (chunks % every != 0 || column >= p.checkpoint_columns) return -1;
   const int64_t at = task.sequence * p.checkpoint_indices_stride[0] + column * p.checkpoint_indices_stride[1];
@@ -95,22 +107,31 @@ __device__ __forceinline__ int checkpoint_of(const kda_fwd_params& p, const Task
 }
 
 /// The state after some chunks of a task, to where it is asked for: as a checkpoint, and after the last as the final
-/// state.
-template <bool SLOTS>
-__device__ __forceinline__ void keep_state(const kda_fwd_params& p, const Task& task, int chunks, int first_row,
+/// state, or that between two segments.
+template <Features WITH>
+__device__ __forceinline__ void keep_state(const Arguments& args, const Task& task, int chunks, int first_row,
                                            float scale, const State& s) {
+  const kda_fwd_params& p = args.p;
 #pragma unroll 1
-  for (int final = SLOTS ? 0 : 1; final < 2; ++final) {  // a loop, so that the code that stores is there once
-    const int64_t (&stride)[3] = final ? p.final_stride : p.checkpoint_stride;
+  for (int final = WITH >= SLOTS ? 0 : 1; final < 2; ++final) {  // a loop, so that the code that stores is there once
+    const bool segment = WITH >= SEGMENTS && final && task.segment >= 0;
+    const bool transition = segment && task.kind == TRANSITION;
+    const int64_t (&stride)[3] = transition ? args.transition_stride
+                                 : segment  ? args.segment_stride
+                                 : final    ? p.final_stride
+                                            : p.checkpoint_stride;
     int slot;
-    if (final) {
-      slot = chunks == task.chunks() ? slot_to_write<SLOTS>(p, task.sequence) : -1;
-    } else {
+    if (!final) {
       slot = checkpoint_of(p, task, chunks);
+    } else if (chunks != task.chunks()) {
+      slot = -1;
+    } else {
+      slot = segment ? task.segment : slot_to_write<WITH>(p, task.sequence);
     }
     if (slot < 0) continue;
     void* to = final ? p.final_state : p.checkpoints;
-    if ((final ? p.state_dtype : p.checkpoint_dtype) == KDA_BF16) {
+    if (segment) to = transition ? args.transitions : args.states;
+    if (!segment && (final ? p.state_dtype : p.checkpoint_dtype) == KDA_BF16) {
       store_rows<uint2>(to, Rows(stride, 2, slot, task.value_head, first_row), scale, s);
     } else {
       store_rows<float4>(to, Rows(stride, 4, slot, task.value_head, first_row), scale, s);
@@ -119,9 +140,9 @@ __device__ __forceinline__ void keep_state(const kda_fwd_params& p, const Task& 
 }
 
 /// The state of an empty sequence, bit for bit; nothing for padding.
-template <bool SLOTS>
+template <Features WITH>
 __device__ __forceinline__ void copy_state(const kda_fwd_params& p, const Task& task, int first_row) {
-  const int slot = slot_to_write<SLOTS>(p, task.sequence);
+  const int slot = slot_to_write<WITH>(p, task.sequence);
   if (slot < 0) return;
   auto copy = [&](auto quarter) {
     using Quarter = decltype(quarter);

@@ -5,29 +5,55 @@
 #include <cstdint>
 
 #include "kda/abi.h"
+#include "kda/segments.h"
 #include "kda/sm90/element.cuh"
 #include "kda/sm90/shared.cuh"
 
 namespace kda::sm90 {
 
+/// What a kernel is compiled with; each has all before it. What a call does not need costs it 6 % of its time where
+/// sequences are short, unused.
+enum Features {
+  PLAIN,
+  SLOTS,     // pools and checkpoints
+  SEGMENTS,  // sequences that are cut, see segments.h
+};
+
 struct Arguments {
   kda_fwd_params p;
   CUtensorMap q, k, v, g, out;  // [128, heads, T, B], boxes of [64, 1, 32, 1]
   int anchor;                   // rows 16..31 of a chunk carry 2^anchor, see prepare.cuh
+  float minus_exact;            // -2^(CARRIED - anchor): what takes it out where they meet the state
+  float late_scale;             // of o in those rows
   int tasks;                    // N * HV
   int sorted;                   // CTAs take several tasks each, of sequences that may differ in length
+  // SEGMENTS:
+  Cut cut;                       // given, or to be found on the device
+  Deal deal;                     // where the lengths are known
+  float* states;                 // [slots, HV, 128, 128] (V, K), of segments' ends; see segments.h
+  float* transitions;            // [slots, HV, 128, 128]
+  int64_t segment_stride[3];     // of states: slot, head, v
+  int64_t transition_stride[3];  // of transitions
 };
 
 __device__ __forceinline__ int chunks_of(int length) { return (length + TOKENS - 1) / TOKENS; }
 
-/// One sequence of one value head.
-struct Task {
-  int row, start, length;  // batch row, first token, tokens; none of padding
-  int sequence, head, value_head;
-  int initial;  // slot of the initial state, -1 for zero
+/// Whether o is asked for: known to the compiler where there are no segments.
+template <Features WITH>
+__device__ __forceinline__ bool makes_output(const Task& task) {
+  return WITH < SEGMENTS || task.kind == OUTPUT;
+}
 
-  __device__ int chunks() const { return chunks_of(length); }
-};
+/// Dtype of a task's initial state.
+template <Features WITH>
+__device__ __forceinline__ int state_dtype(const kda_fwd_params& p, const Task& task) {
+  return WITH >= SEGMENTS && task.carried ? KDA_FP32 : p.state_dtype;
+}
+
+/// Where the state of a segment's end, or its transition, lies among theirs.
+__device__ __forceinline__ float* segment_at(float* first, const int64_t (&stride)[3], int slot, int value_head) {
+  return first + slot * stride[0] + value_head * stride[1];
+}
 
 __device__ __forceinline__ int64_t offset_of(const kda_fwd_params& p, int64_t i) {
   const int64_t at = i * p.cu_stride;
@@ -50,31 +76,32 @@ __host__ __device__ __forceinline__ bool in_slots(const kda_fwd_params& p) {
   return p.state_pool != nullptr || p.state_indices != nullptr;
 }
 
-/// The slot whose state a sequence begins from, unless it is fresh; -1 for padding. SLOTS, here and elsewhere: whether
-/// the call has a pool or checkpoints. Without, what they need costs short sequences 6 % of their time, unused.
-template <bool SLOTS>
+/// The slot whose state a sequence begins from, unless it is fresh; -1 for padding.
+template <Features WITH>
 __device__ __forceinline__ int slot_to_read(const kda_fwd_params& p, int sequence) {
-  if (!SLOTS || p.state_indices == nullptr) return sequence;
+  if (WITH < SLOTS || p.state_indices == nullptr) return sequence;
   return slot_at(p.state_indices, sequence * p.state_indices_stride, p.state_indices_dtype, p.slots);
 }
 
 /// The slot for a sequence's final state, -1 for none.
-template <bool SLOTS>
+template <Features WITH>
 __device__ __forceinline__ int slot_to_write(const kda_fwd_params& p, int sequence) {
   if (p.final_state == nullptr) return -1;
-  const int read = slot_to_read<SLOTS>(p, sequence);
-  if (!SLOTS || read < 0 || p.write_indices == nullptr) return read;
+  const int read = slot_to_read<WITH>(p, sequence);
+  if (WITH < SLOTS || read < 0 || p.write_indices == nullptr) return read;
   return slot_at(p.write_indices, sequence * p.write_indices_stride, p.write_indices_dtype, p.slots);
 }
 
 /// A number that is the same in all lanes, said so that the compiler knows it and keeps it in a uniform register.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-/// Task `value_head` of `sequence`; by a whole warp.
-template <bool SLOTS>
+/// Task `value_head` of `sequence`; by a whole warp, or with segments by any thread.
+template <Features WITH>
 __device__ __forceinline__ Task task_of(const kda_fwd_params& p, const Shared& s, int sequence, int value_head) {
+  auto uniform = [](int x) { return WITH >= SEGMENTS ? x : sm90::uniform(x); };
   const int HV = static_cast<int>(p.HV), H = static_cast<int>(p.H);
-  Task task;
+  Task task{};
+  task.segment = -1;
   task.sequence = uniform(sequence), task.value_head = uniform(value_head), task.head = task.value_head / (HV / H);
   if (p.cu_seqlens == nullptr) {
     task.row = task.sequence, task.start = 0, task.length = static_cast<int>(p.T);
@@ -82,8 +109,8 @@ __device__ __forceinline__ Task task_of(const kda_fwd_params& p, const Shared& s
     task.row = 0, task.start = uniform(start_of(p, s, sequence)), task.length = uniform(length_of(p, s, sequence));
   }
   task.initial = p.initial_state == nullptr ? -1 : task.sequence;
-  if (SLOTS && in_slots(p)) {
-    const int read = slot_to_read<SLOTS>(p, task.sequence);
+  if (WITH >= SLOTS && in_slots(p)) {
+    const int read = slot_to_read<WITH>(p, task.sequence);
     const bool fresh = p.fresh != nullptr && static_cast<const bool*>(p.fresh)[task.sequence * p.fresh_stride];
     task.initial = uniform(fresh ? -1 : read);
     if (uniform(read) < 0) task.length = 0;
@@ -104,17 +131,42 @@ __device__ __forceinline__ int chunks_between_checkpoints(const kda_fwd_params& 
 /// Parts that a sequence's heads are dealt in, see deal.cuh.
 __device__ __forceinline__ int hands_of(const kda_fwd_params& p) { return (static_cast<int>(p.HV) + HAND - 1) / HAND; }
 
-/// The next task of this CTA; `position` is 0 at first. False if there are no more. Tasks that are sorted, but too many
-/// to be dealt by load, go to CTAs forth and back, so that who had the longest of one round has the shortest of the
-/// next.
-template <bool SLOTS>
-__device__ __forceinline__ bool next_task(const Arguments& a, const Shared& s, int& position, Task& task) {
+/// The last sequence before which `before`, less what `without` counts if it is there, is at most `i`.
+__device__ __forceinline__ int owner(const kda_fwd_params& p, int i, const int* before, const int* without) {
+  int low = 0, high = static_cast<int>(p.N);
+#pragma unroll 1
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (before[middle] - (without ? without[middle] : 0) <= i ? low : high) = middle;
+  }
+  return low;
+}
+
+/// Makes a whole sequence's task that of its segment `i`: 0 is the first, -1 the last, also of a sequence that is not
+/// cut.
+__device__ __forceinline__ void cut_out(const Shared& s, Task& task, int i) {
+  const Cut cut = s.cut;
+  const int chunks = s.chunks[task.sequence], middles = middles_of(cut, chunks), slot = s.slots_before[task.sequence];
+  if (!is_cut(cut, chunks)) return;
+  if (i < 0) i = middles + 1;
+  if (i > 0) task.before = cut.first + (i - 1) * cut.middle, task.carried = true, task.initial = slot + i - 1;
+  if (i <= middles) task.segment = slot + i;
+  const int tokens = task.length - task.before * TOKENS;  // negative for padding, which has none
+  task.start += task.before * TOKENS;
+  task.length = max(i > middles ? tokens : min(tokens, (i ? cut.middle : cut.first) * TOKENS), 0);
+}
+
+/// The next task of this CTA where nothing is cut; `position` is 0 at first. False if there are no more. Tasks that are
+/// sorted, but too many to be dealt by load, go to CTAs forth and back, so that who had the longest of one round has
+/// the shortest of the next.
+template <Features WITH>
+__device__ __forceinline__ bool next_whole(const Arguments& a, const Shared& s, int& position, Task& task) {
   const int grid = gridDim.x, cta = blockIdx.x, HV = static_cast<int>(a.p.HV);
   if (s.balanced) {
     const int hands = hands_of(a.p), all = static_cast<int>(a.p.N) * hands;
     while (position < all && s.rank[position] < 0) ++position;
     if (position == all) return false;
-    task = task_of<SLOTS>(a.p, s, s.order[position / hands], position % hands * HAND + s.rank[position]);
+    task = task_of<WITH>(a.p, s, s.order[position / hands], position % hands * HAND + s.rank[position]);
     ++position;
     return true;
   }
@@ -123,16 +175,58 @@ __device__ __forceinline__ bool next_task(const Arguments& a, const Shared& s, i
   if (index >= a.tasks) return false;
   ++position;
   const int sequence = static_cast<int>(index) / HV;
-  task = task_of<SLOTS>(a.p, s, a.sorted ? s.order[sequence] : sequence, static_cast<int>(index) % HV);
+  task = task_of<WITH>(a.p, s, a.sorted ? s.order[sequence] : sequence, static_cast<int>(index) % HV);
   return true;
 }
 
-/// Calls `body(task)` for the tasks of this CTA, in the same order in every role.
-template <bool SLOTS, class Body>
-__device__ __forceinline__ void for_tasks(const Arguments& a, const Shared& s, Body body) {
+/// A role's place among the tasks of its CTA. With segments they are listed, see deal.cuh: those before the exchange of
+/// states, and the rest.
+struct Place {
+  int position = 0;
+  bool exchanged = false;
+};
+
+/// The next task; false if there are no more, or none before the exchange.
+template <Features WITH>
+__device__ __forceinline__ bool next_task(const Arguments& a, const Shared& s, Place& place, Task& task) {
+  if constexpr (WITH < SEGMENTS) return next_whole<WITH>(a, s, place.position, task);
+  if (place.position == (place.exchanged ? s.listed : s.listed_before)) return false;
+  task = s.list[place.position++];
+  return true;
+}
+
+/// Calls `body(task)` for the tasks of this CTA, in the same order in every role, and `exchange()` in their midst where
+/// sequences are cut.
+template <Features WITH, class Body, class Exchange>
+__device__ __forceinline__ void for_tasks(const Arguments& a, const Shared& s, Body body, Exchange exchange) {
   Task task;
+  Place place;
 #pragma unroll 1
-  for (int position = 0; next_task<SLOTS>(a, s, position, task);) body(task);
+  for (place.exchanged = WITH < SEGMENTS;; place.exchanged = true) {
+#pragma unroll 1
+    while (next_task<WITH>(a, s, place, task)) body(task);
+    if (place.exchanged) break;
+    if (s.cut.first > 0) exchange();
+  }
+}
+
+/// The same for a warp of the consumers, whose registers have no room for where it is and with what.
+template <Features WITH, class Body, class Exchange>
+__device__ __forceinline__ void for_tasks_aside(const Arguments& a, Shared& s, Body body, Exchange exchange) {
+  if constexpr (WITH < SEGMENTS) {
+    for_tasks<WITH>(a, s, body, exchange);
+  } else {
+    // All lanes write, and read, the same.
+    auto position = [&]() -> volatile int& { return s.position[threadIdx.x / 32]; };
+    position() = 0;
+#pragma unroll 1
+    for (;; position() = position() + 1) {
+      const int now = uniform(position());
+      if (now == s.listed_before && s.cut.first > 0) exchange();
+      if (now == s.listed) break;
+      body(s.list[now]);
+    }
+  }
 }
 
 }  // namespace kda::sm90
