@@ -63,7 +63,8 @@ int64_t predicted(const int* chunks, int N, int first, int middle, int HV, int C
 }
 int may(int longest, int chunks, int N, int HV, int CTAs) { return may_gain(longest, chunks, N, HV, CTAs); }
 int constant(int i) {
-  const int all[] = {CHUNK_TIME, STATE_CHUNK_TIME, TASK_TIME, CHAIN_TIME, EXCHANGE_TIME, ROWS_OF_CHAIN, CANDIDATES};
+  const int all[] = {CHUNK_TIME,    STATE_CHUNK_TIME, TASK_TIME,  CHAIN_TIME,
+                     EXCHANGE_TIME, ROWS_OF_CHAIN,    CANDIDATES, FIRST_TIME};
   return all[i];
 }
 }
@@ -130,7 +131,7 @@ def test_the_first_round_is_dealt_as_well_as_can_be(
     late, with_first, without, time = dealt(segments, chunks, cut, HV, CTAs)
     firsts = HV * sum(segments.is_cut_(*cut, c) for c in chunks)
     states = 2 * HV * sum(segments.middles(*cut, c) for c in chunks)
-    first, state = cut[0] * chunk + task, cut[1] * state_chunk + task
+    first, state = cut[0] * chunk + task + segments.constant(7), cut[1] * state_chunk + task
     base, start = firsts // CTAs * first, first if firsts % CTAs else 0
     assert late == firsts % CTAs
     assert late * with_first + (CTAs - late) * without >= states
@@ -193,7 +194,7 @@ def test_what_is_looked_at(segments: ctypes.CDLL, longest: int) -> None:
     for i, cut in enumerate(found[1:]):
         assert min(cut) >= 2
         assert cut[0] % 2 == cut[1] % 2 == 0
-        ratio = (21, 24, 38, 40)[i % 4] / 24
+        ratio = (12, 21, 38, 40)[i % 4] / 24
         assert abs(cut[0] - ratio * cut[1]) <= 2
         asked = (*range(3, 18), 21, 25, 33, 49, 65)[i // 4]
         if longest > 100 * asked:
@@ -232,7 +233,7 @@ def test_what_the_library_plans(planned: Callable[..., tuple[int, ...]]) -> None
     first, segment, slots, size = planned()
     assert first > 0
     assert segment > 0
-    assert size == slots * 8 * 128 * (136 + 132) * 4
+    assert size == slots * 8 * 128 * 136 * 8
     assert planned(batch_invariant=1) == (0, 0, 0, 0)
     assert planned(N=257, B=257) == (0, 0, 0, 0)
     assert planned(T=0) == planned(HV=0) == planned(N=0) == (0, 0, 0, 0)
@@ -243,8 +244,8 @@ def test_what_the_library_plans(planned: Callable[..., tuple[int, ...]]) -> None
     assert planned(**offsets, HV=96) == planned(**offsets, T=256) == (0, 0, 0, 0)
     for T in (1024, 8192, 1 << 20, (1 << 31) - (1 << 16)):
         for HV in (1, 8, 32, 60):
-            assert planned(**offsets, T=T, HV=HV)[3] <= 4 * 132 * 128 * (136 + 132) * 4
-            assert planned(T=T, HV=HV)[3] <= 4 * 132 * 128 * (136 + 132) * 4
+            assert planned(**offsets, T=T, HV=HV)[3] <= 4 * 132 * 128 * 136 * 8
+            assert planned(T=T, HV=HV)[3] <= 4 * 132 * 128 * 136 * 8
     # As asked for, while it fits.
     assert planned(first_segment=4, segment=2, T=320)[:3] == (4, 2, 3)
     assert planned(first_segment=4, segment=2, T=128) == (0, 0, 0, 0)

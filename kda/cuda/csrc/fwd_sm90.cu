@@ -162,10 +162,11 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
       args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), multiprocessors);
     }
     args.states = static_cast<float*>(p->workspace);
-    auto pitched = [&](int64_t (&stride)[3], int pitch) {
-      stride[0] = p->HV * CHANNELS * pitch, stride[1] = CHANNELS * pitch, stride[2] = pitch;
+    auto pitched = [&](int64_t (&stride)[3], int64_t head, int pitch) {
+      stride[0] = p->HV * head, stride[1] = head, stride[2] = pitch;
     };
-    pitched(args.segment_stride, STATE_PITCH), pitched(args.transition_stride, TRANSITION_PITCH);
+    pitched(args.segment_stride, CHANNELS * STATE_PITCH, STATE_PITCH);
+    pitched(args.transition_stride, 2 * CHANNELS * TRANSITION_PITCH, TRANSITION_PITCH);
     args.transitions = args.states + p->segment_slots * args.segment_stride[0];
   }
   void* arguments[] = {&args};
@@ -213,6 +214,6 @@ extern "C" int kda_fwd_sm90(const kda_fwd_params* p, void* stream, int careful) 
 
 extern "C" int64_t kda_fwd_plan(kda_fwd_params* p, int multiprocessors) {
   kda::sm90::plan(*p, multiprocessors);
-  constexpr int64_t FLOATS = kda::sm90::CHANNELS * (kda::STATE_PITCH + kda::TRANSITION_PITCH);
-  return p->segment_slots * p->HV * FLOATS * int64_t{sizeof(float)};
+  constexpr int64_t STATE = kda::sm90::CHANNELS * kda::STATE_PITCH * int64_t{sizeof(float)};
+  return p->segment_slots * p->HV * (STATE + 2 * kda::sm90::TRANSITION_BYTES);
 }

@@ -31,16 +31,18 @@ constexpr int MOST_SEGMENTS = 4;         // states between segments, and transit
 constexpr int ROWS_OF_CHAIN = 16;        // of V: what one task of the chain carries over all middles
 constexpr int CANDIDATES = 80;           // cuts that are looked at
 
-// Of the workspace, for each segment and head: the state at its end, V first, and Phi transposed, 128 rows each. Rows
-// have a pitch, in floats, by which no bank of shared memory is met twice, so that all of them are copied at once.
+// Of the workspace, for each segment and head: the state at its end in fp32, V first, and Phi transposed as two terms
+// in bf16, one after the other; 128 rows each. Rows have a pitch, in elements, by which no bank of shared memory is met
+// twice, so that all of them are copied at once.
 constexpr int STATE_PITCH = 128 + 8;
-constexpr int TRANSITION_PITCH = 128 + 4;
+constexpr int TRANSITION_PITCH = 128 + 8;
 
 /// What the parts of a call take, in sixteenths of a chunk with o (124 ns on an H200); NOTES.md has the measurements.
 constexpr int CHUNK_TIME = 16;
 constexpr int STATE_CHUNK_TIME = 14;  // a chunk of a local state or a transition
 constexpr int TASK_TIME = 8;          // a task's start and end
-constexpr int CHAIN_TIME = 15;        // the chain, a middle
+constexpr int FIRST_TIME = 32;        // and more than that of a first segment
+constexpr int CHAIN_TIME = 9;         // the chain, a middle
 constexpr int EXCHANGE_TIME = 177;    // to wait for all others, twice, and the chain's start
 constexpr int GAIN_PERCENT = 5;       // what a cut must be predicted to gain
 
@@ -87,7 +89,7 @@ struct Deal {
 };
 
 KDA_BOTH Deal deal_of(const Batch& b, Cut cut, int HV, int CTAs) {
-  const int first = cut.first * CHUNK_TIME + TASK_TIME, state = cut.middle * STATE_CHUNK_TIME + TASK_TIME;
+  const int first = cut.first * CHUNK_TIME + TASK_TIME + FIRST_TIME, state = cut.middle * STATE_CHUNK_TIME + TASK_TIME;
   const int firsts = b.cut * HV, states = 2 * b.middles * HV, late = firsts % CTAs, early = CTAs - late;
   const int64_t base = int64_t{firsts / CTAs} * first;
   if (states == 0) return {late, 0, 0, base + (late ? first : 0)};
@@ -127,13 +129,13 @@ KDA_BOTH bool may_gain(int longest, int chunks, int sequences, int HV, int CTAs)
 }
 
 /// Cut `i` of those that are looked at, by the longest sequence: 0 leaves all whole; the others cut it into 3 to 65
-/// segments, with a first that takes about as long as one or two states of a middle.
+/// segments, with a first that takes about as long as one or two states of a middle, or, where these are short, less.
 KDA_BOTH Cut candidate(int i, int longest) {
   if (i == 0 || longest < 4) return {0, 0};
   const int step = (i - 1) / 4, kind = (i - 1) % 4;
   const int segments = step < 15 ? 3 + step : 1 + 4 * (0x100c080605 >> 8 * (step - 15) & 255);  // 21, 25, 33, 49, 65
-  // The first is 21, 24, 38 or 40 parts of 24 of a middle.
-  const int length = kind < 2 ? 21 + 3 * kind : 34 + 2 * kind, parts = 24 * (segments - 1) + length;
+  // The first is 12, 21, 38 or 40 parts of 24 of a middle.
+  const int length = kind < 2 ? 12 + 9 * kind : 34 + 2 * kind, parts = 24 * (segments - 1) + length;
   const int pairs = most(1, static_cast<int>((int64_t{12} * longest + parts - 1) / parts));  // 64 tokens
   return {2 * most(1, static_cast<int>((int64_t{pairs} * length + 12) / 24)), 2 * pairs};
 }

@@ -1,6 +1,6 @@
 // From segment to segment: S' = Phi S + S_local over the middles of every sequence that is cut, between the rounds of
-// the kernel. In tf32 with two terms an operand, because it is here that what slow channels remember goes from one
-// segment to the next.
+// the kernel. Operands have two terms in bf16, so 16 bits, because it is here that what slow channels remember goes
+// from one segment to the next.
 #pragma once
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "kda/sm90/device.cuh"
@@ -12,20 +12,28 @@ namespace kda::sm90 {
 constexpr int CHAIN_THREADS = 256;  // of the consumers: 8 warps of 16 channels each
 static_assert(ROWS_OF_CHAIN == 16 && CHAIN_THREADS / 32 * 16 == CHANNELS);
 
-/// What the chain needs of shared memory, in place of the ring, which is empty then.
+/// What the chain needs of shared memory, in place of the ring, which is empty then. Of everything the two terms.
 struct Chain {
-  float phi[2][CHANNELS][TRANSITION_PITCH];   // transposed: this middle's and the next one's
-  float rows[2][ROWS_OF_CHAIN][STATE_PITCH];  // of the state, V first: before and after
+  __nv_bfloat16 phi[2][2][CHANNELS][TRANSITION_PITCH];        // transposed: this middle's and the next one's
+  __nv_bfloat16 rows[2][2][ROWS_OF_CHAIN][TRANSITION_PITCH];  // of the state, V first: before and after
 };
 static_assert(sizeof(Chain) <= STAGES * sizeof(Stage));
 
 __device__ __forceinline__ void sync_chain() { cutlass::arch::NamedBarrier::sync(CHAIN_THREADS, 2 * GROUPS); }
 
+/// Two channels of a row of the state, in both terms.
+__device__ __forceinline__ void put_pair(__nv_bfloat16 (&rows)[2][ROWS_OF_CHAIN][TRANSITION_PITCH], int row, int column,
+                                         float2 x) {
+  const uint32_t first = pack(x.x, x.y);
+  *reinterpret_cast<uint32_t*>(&rows[0][row][column]) = first;
+  *reinterpret_cast<uint32_t*>(&rows[1][row][column]) = pack(x.x - low(first), x.y - high(first));
+}
+
 /// By the consumers. A task has ROWS_OF_CHAIN columns of V of one head through all of a sequence's middles. Transposed,
 /// as everything lies: S'^T = S^T Phi^T + S_local^T. The new state takes the place of the local one.
 __device__ __forceinline__ void carry_states(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
-  constexpr int BANDS = CHANNELS / ROWS_OF_CHAIN, BYTES = sizeof(Chain{}.phi[0]);
+  constexpr int BANDS = CHANNELS / ROWS_OF_CHAIN, BYTES = 2 * TRANSITION_BYTES;
   Chain& chain = *reinterpret_cast<Chain*>(s.stage);
   const int lane = fresh_lane(), warp = uniform(threadIdx.x / 32), thread = 32 * warp + lane;
   const int g = lane / 4, t = 2 * (lane % 4);
@@ -36,22 +44,24 @@ __device__ __forceinline__ void carry_states(const Arguments& a, Shared& s) {
     const int band = task % BANDS, head = task / BANDS % HV;
     const int n = owner(p, task / BANDS / HV, s.cut_before, nullptr);
     const int middles = middles_of(s.cut, s.chunks[n]), slot = s.slots_before[n];
-    auto state_at = [&](int i, int row, int column) {  // two channels of the state after segment i
-      float* state = segment_at(a.states, a.segment_stride, slot + i, head);
-      return reinterpret_cast<float2*>(state + (band * ROWS_OF_CHAIN + row) * STATE_PITCH + column);
+    auto pair_at = [&](int i, int row, int column) {  // two channels of the state after segment i
+      return reinterpret_cast<float2*>(state_at(a, slot + i, head) + (band * ROWS_OF_CHAIN + row) * STATE_PITCH +
+                                       column);
     };
     auto fetch = [&](int i, uint32_t fill) {
       if (thread != 0 || i > middles) return;
       TransactionBarrier& full = s.transition[fill % 2];
       full.arrive_and_expect_tx(BYTES);
-      cute::SM90_BULK_COPY_G2S::copy(segment_at(a.transitions, a.transition_stride, slot + i, head),
+      const int64_t at = (slot + i) * a.transition_stride[0] + head * a.transition_stride[1];
+      cute::SM90_BULK_COPY_G2S::copy(static_cast<const __nv_bfloat16*>(a.transitions) + at,
                                      reinterpret_cast<uint64_t*>(&full), chain.phi[fill % 2], BYTES);
     };
     sync_chain();  // the task before is done with its rows
     fetch(1, fills);
+#pragma unroll 1
     for (int i = thread; i < ROWS_OF_CHAIN * CHANNELS / 2; i += CHAIN_THREADS) {
       const int row = i / (CHANNELS / 2), column = i % (CHANNELS / 2) * 2;
-      *reinterpret_cast<float2*>(&chain.rows[0][row][column]) = __ldcg(state_at(0, row, column));
+      put_pair(chain.rows[0], row, column, __ldcg(pair_at(0, row, column)));
     }
     sync_chain();
 #pragma unroll 1
@@ -62,35 +72,35 @@ __device__ __forceinline__ void carry_states(const Arguments& a, Shared& s) {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) local[m][r] = __ldcg(state_at(i, g + 8 * r, 16 * warp + 8 * m + t));
+        for (int r = 0; r < 2; ++r) local[m][r] = __ldcg(pair_at(i, g + 8 * r, 16 * warp + 8 * m + t));
       }
       s.transition[fills % 2].wait(fills / 2 % 2);
       const auto& phi = chain.phi[fills % 2];
-      float d[2][2][4] = {}, small[2][2][4] = {};  // of every other 8 channels, because a product waits for the last
-#pragma unroll 2
+      float d[2][2][4] = {};  // by columns; large products, and those of one small term
+#pragma unroll
       for (int k = 0; k < CHANNELS; k += 16) {
+        uint32_t x[2][4], y[2][4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 x = *reinterpret_cast<const float2*>(&rows[g][k + 8 * h + t]);
-          const float2 y = *reinterpret_cast<const float2*>(&rows[g + 8][k + 8 * h + t]);
-          const Split left[4] = {Split(x.x), Split(y.x), Split(x.y), Split(y.y)};
+        for (int term = 0; term < 2; ++term) {
+          load_matrices(x[term], &rows[term][lane % 16][k + lane / 16 * 8]);
+          load_transposed(y[term], &phi[term][k + lane % 16][16 * warp + lane / 16 * 8]);
+        }
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            const float* column = &phi[k + 8 * h + t][16 * warp + 8 * m + g];
-            const Split right[2] = {Split(column[0]), Split(column[TRANSITION_PITCH])};
-            mma_tf32x2(d[h][m], small[h][m], left, right);
-          }
+        for (int m = 0; m < 2; ++m) {
+          mma(d[m][0], x[0], y[0][2 * m], y[0][2 * m + 1]);
+          mma(d[m][1], x[1], y[0][2 * m], y[0][2 * m + 1]);
+          mma(d[m][1], x[0], y[1][2 * m], y[1][2 * m + 1]);
         }
       }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        add(small[0][m], small[1][m]), add(d[0][m], d[1][m]), add(d[0][m], small[0][m]);
+        add(d[m][0], d[m][1]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int row = g + 8 * r, column = 16 * warp + 8 * m + t;
-          const float2 next = make_float2(d[0][m][2 * r] + local[m][r].x, d[0][m][2 * r + 1] + local[m][r].y);
-          __stcg(state_at(i, row, column), next);
-          *reinterpret_cast<float2*>(&chain.rows[i % 2][row][column]) = next;
+          const float2 next = make_float2(d[m][0][2 * r] + local[m][r].x, d[m][0][2 * r + 1] + local[m][r].y);
+          __stcg(pair_at(i, row, column), next);
+          put_pair(chain.rows[i % 2], row, column, next);
         }
       }
       sync_chain();

@@ -30,7 +30,7 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s, Exchange 
         constexpr int BYTES = HALF * STATE_PITCH * sizeof(float);
         if (lane == 0) {
           raw_gate.arrive(), raw.arrive_and_expect_tx(BYTES);
-          const float* from = segment_at(a.states, a.segment_stride, task.initial, task.value_head);
+          const float* from = state_at(a, task.initial, task.value_head);
           cute::SM90_BULK_COPY_G2S::copy(from + place * HALF * STATE_PITCH, reinterpret_cast<uint64_t*>(&raw), to,
                                          BYTES);
         }

@@ -25,6 +25,19 @@ __device__ __forceinline__ void put_quarter(uint2* to, const float4& x) {
   *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
 }
 
+/// And as two terms in bf16, the second DISTANCE bytes behind the first.
+template <int DISTANCE>
+struct TwoTerms {
+  uint2 high;
+};
+template <int DISTANCE>
+__device__ __forceinline__ void put_quarter(TwoTerms<DISTANCE>* to, const float4& x) {
+  const uint2 high = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
+  to->high = high;
+  *reinterpret_cast<uint2*>(reinterpret_cast<char*>(to) + DISTANCE) =
+      make_uint2(pack(x.x - low(high.x), x.y - sm90::high(high.x)), pack(x.z - low(high.y), x.w - sm90::high(high.y)));
+}
+
 /// Entry i of some slots' numbers; -1 for what is none of `slots`.
 __device__ __forceinline__ int slot_at(const void* indices, int64_t i, int dtype, int64_t slots) {
   int64_t slot;

@@ -129,8 +129,12 @@ __device__ __forceinline__ void keep_state(const Arguments& args, const Task& ta
       slot = segment ? task.segment : slot_to_write<WITH>(p, task.sequence);
     }
     if (slot < 0) continue;
-    void* to = final ? p.final_state : p.checkpoints;
-    if (segment) to = transition ? args.transitions : args.states;
+    if (transition) {
+      store_rows<TwoTerms<TRANSITION_BYTES>>(args.transitions, Rows(stride, 2, slot, task.value_head, first_row), scale,
+                                             s);
+      continue;
+    }
+    void* to = segment ? args.states : final ? p.final_state : p.checkpoints;
     if (!segment && (final ? p.state_dtype : p.checkpoint_dtype) == KDA_BF16) {
       store_rows<uint2>(to, Rows(stride, 2, slot, task.value_head, first_row), scale, s);
     } else {

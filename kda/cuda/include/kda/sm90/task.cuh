@@ -31,9 +31,9 @@ struct Arguments {
   Cut cut;                       // given, or to be found on the device
   Deal deal;                     // where the lengths are known
   float* states;                 // [slots, HV, 128, 128] (V, K), of segments' ends; see segments.h
-  float* transitions;            // [slots, HV, 128, 128]
+  void* transitions;             // [slots, HV, 2, 128, 128] in bf16: two terms
   int64_t segment_stride[3];     // of states: slot, head, v
-  int64_t transition_stride[3];  // of transitions
+  int64_t transition_stride[3];  // of transitions, of one term
 };
 
 __device__ __forceinline__ int chunks_of(int length) { return (length + TOKENS - 1) / TOKENS; }
@@ -50,10 +50,13 @@ __device__ __forceinline__ int state_dtype(const kda_fwd_params& p, const Task& 
   return WITH >= SEGMENTS && task.carried ? KDA_FP32 : p.state_dtype;
 }
 
-/// Where the state of a segment's end, or its transition, lies among theirs.
-__device__ __forceinline__ float* segment_at(float* first, const int64_t (&stride)[3], int slot, int value_head) {
-  return first + slot * stride[0] + value_head * stride[1];
+/// Where the state of a segment's end lies.
+__device__ __forceinline__ float* state_at(const Arguments& a, int slot, int value_head) {
+  return a.states + slot * a.segment_stride[0] + value_head * a.segment_stride[1];
 }
+
+/// Bytes of one term of a transition.
+constexpr int TRANSITION_BYTES = CHANNELS * TRANSITION_PITCH * 2;
 
 __device__ __forceinline__ int64_t offset_of(const kda_fwd_params& p, int64_t i) {
   const int64_t at = i * p.cu_stride;
