@@ -100,7 +100,8 @@ def fwd(
         use_beta_sigmoid: beta is a logit.
         allow_neg_eigval: the weight is ``2 * sigmoid(beta)``.
         batch_invariant: a sequence's result is bitwise independent of the rest of the batch, and prefill in pieces at
-            multiples of 64 tokens equals the one-shot call (fp32 states).
+            multiples of 64 tokens equals the one-shot call (fp32 states). So no sequence is cut into segments that run
+            side by side, as kernels do with few long ones (where, depends on shapes and cu_seqlens alone).
         state_pool: [slots, HV, V, K], fp32 or bf16, any strides: states in place of initial_state and final_state,
             updated where they are. Then ``Output.final_state`` is None.
         state_indices: [N] integers, any strides: the slot of state_pool that sequence n begins from, and ends in

@@ -24,7 +24,7 @@ from targets import GPU
 import kda
 import kda.ref.recurrent
 from kda import dispatch
-from kda.bench import SUITES, accuracy, decode, forward, measure, peers, report, serving
+from kda.bench import SUITES, accuracy, decode, forward, measure, peers, report, segments, serving
 from kda.bench.session import Session
 from kda.cli import bench, main
 from kda.problem import Output
@@ -394,13 +394,18 @@ def test_the_suites_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """Small: every kind of suite, floors and memory included. The second shape's captures drop what nobody holds."""
     shapes = [Case(lengths=(300,), H=2, K=128, V=128), Case(lengths=(65, 0, 30), H=2, K=128, V=128)]
     monkeypatch.setattr(forward, "SUITES", {"headline": shapes})
+    monkeypatch.setattr(segments, "HEADS", (2,))
+    monkeypatch.setattr(segments, "_shapes", lambda: [(4096,), (300, 0, 20)])
     monkeypatch.setattr(serving, "SHORT", shapes[1])
     monkeypatch.setattr(decode, "SHAPES", {"cuda": [(1, 2), (64, 32), (128, 32)]})
     saved = tmp_path / "x.json"
-    suites = ["headline", "decode", "serving", "host"]
+    suites = ["headline", "segments", "decode", "serving", "host"]
     assert main(["bench", "--suite", *suites, "--no-peers", "--json", str(saved)]) == 0
     results = json.loads(saved.read_text())
     assert [*results] == suites
+    for row in results["segments"]["rows"]:
+        assert row["of"]["2"]["ms"] > 0
+        assert 0 < row["of"]["2"]["ratio"] < 2
     for row in results["headline"]["rows"]:
         assert row["peak_bytes"] > 0
         assert 0 < forward.floor_ms(row) < row["ms"][1]

@@ -68,7 +68,6 @@ def length(rows: list[Row]) -> Figure:
     for row in rows:
         by_heads[row["H"]].append(row)
     heads = sorted(by_heads)
-    heads = heads if len(heads) <= 3 else [heads[1], heads[-2], heads[-1]]
     figure, panels = plt.subplots(1, len(heads), figsize=(2.8 * len(heads) + 1, 3.5), sharey=True, squeeze=False)
     for axes, H in zip(panels[0], heads, strict=True):
         _lines(axes, by_heads[H], "tokens")

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kda.bench import accuracy, decode, forward, host, serving
+from kda.bench import accuracy, decode, forward, host, segments, serving
 from kda.bench.session import Row, Session, Table
 
 #: The tables, in the order in which they are shown.
 TABLES: dict[str, Table] = {
     **{suite: forward.table(suite) for suite in forward.SUITES},
+    "segments": segments.TABLE,
     "decode": decode.TABLE,
     "serving": serving.TABLE,
     "host": host.TABLE,

@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kda.bench import SUITES, accuracy, decode, forward, host, peers, report, serving
+from kda.bench import SUITES, accuracy, decode, forward, host, peers, report, segments, serving
 from kda.bench.session import Row, Session, runnable
 from kda.bench.session import Table as Described
 from kda.cli.info import versions
@@ -25,6 +25,7 @@ from kda.cli.info import versions
 MEASURE: dict[str, Callable[[Session], dict[str, list[Row]]]] = {
     "accuracy": accuracy.rows,
     **{suite: partial(forward.rows, suite=suite) for suite in forward.SUITES},
+    "segments": segments.rows,
     "decode": decode.rows,
     "serving": serving.rows,
     "host": host.rows,
