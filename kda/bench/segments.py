@@ -34,8 +34,8 @@ def _of(H: int) -> Callable[[Row], str]:
 TABLE = Table(
     "Forward: cut into segments where that pays",
     "ms, and in brackets the ratio to the same call with `batch_invariant=True`, which is never cut; medians of "
-    "replays of a CUDA graph, the two in turn. A ratio below 1 is a gain. Several sequences are packed, so that kernels "
-    "find where to cut them on the device.",
+    "replays of a CUDA graph, the two in turn. A ratio below 1 is a gain. Several sequences are packed, so that `cuda` "
+    "finds where to cut them on the device.",
     (
         Column("lengths", plain("shape")),
         Column("implementation", code("implementation")),
