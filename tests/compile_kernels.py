@@ -17,7 +17,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kda.triton import math
-from kda.triton.config import ANCHORED_ROWS, SHARED_MEMORY, TABLE, Tiles, architecture
+from kda.triton.config import (
+    ANCHORED_K,
+    BLOCK,
+    MERGE_TILE,
+    MERGE_V,
+    MERGE_WARPS,
+    SHARED_MEMORY,
+    TABLE,
+    TOKENS,
+    Tiles,
+    architecture,
+)
+from kda.triton.merge import merge_kernel
 from kda.triton.prepare import FLAGS, prepare_kernel
 from kda.triton.recur import recur_kernel
 
@@ -26,6 +38,8 @@ POINTERS = {
     "A_log": "*fp32",
     "dt_bias": "*fp32",
     "decay": "*fp32",
+    "local": "*fp32",
+    "transition": "*fp32",
     "sums": "*fp32",
     "rest": "*fp32",
     "initial": "*fp32",
@@ -36,7 +50,7 @@ POINTERS = {
     "checkpoints": "*fp32",
     "checkpoint_indices": "*i64",
 }
-SCALARS = {"scale": "fp32", "lower_bound": "fp32", "centre": "fp32", "beta_factor": "fp32"}
+SCALARS = {"scale": "fp32", "lower_bound": "fp32", "anchor": "fp32", "beta_factor": "fp32"}
 #: Last strides, which are 1 in any ordinary call.
 UNIT = ("q_d", "k_d", "g_d", "v_d", "o_d", "i_k", "f_k", "c_k")
 
@@ -72,25 +86,33 @@ def resources(binary: Any) -> str:
 
 
 def rows(capability: int, bf16: bool, K: int, tiles: Tiles) -> list[tuple[str, Any]]:
-    """Both kernels of one row of the table."""
-    common = {"KW": K, "C": tiles.chunk, "VARLEN": True, "WIDE": False, "INTERPRET": False}
+    """The kernels of one row of the table."""
+    common = {"KW": K, "C": TOKENS, "BLOCK": BLOCK, "VARLEN": True, "WIDE": False, "INTERPRET": False}
     common["OPERAND"] = math.BF16 if bf16 else math.FP32
     prepare = dict(
         common,
         BK=tiles.block_k,
-        ANCHORED=ANCHORED_ROWS if bf16 else 0,
-        FIRST_LEVEL=ANCHORED_ROWS.bit_length() - 1 if bf16 else 0,
-        LEVELS=tiles.chunk.bit_length() - 1,
-        GATE=math.BOUNDED,
+        ANCHORED=False,
+        LEVELS=TOKENS.bit_length() - 1,
+        GATE=math.SOFTPLUS,
         INVERSE=math.FP16 if bf16 else math.FP32,
         TWO_TERMS=not bf16,
     )
-    recur = dict(common, KP=K, BV=tiles.block_v, CHECKPOINTS=False)
-    kept = dict(recur, CHECKPOINTS=True)
+    anchored = dict(prepare, BK=min(K, ANCHORED_K), ANCHORED=True, GATE=math.BOUNDED)
+    recur = dict(common, KP=K, BV=tiles.block_v, SPLIT=False, LOCAL=False, CHECKPOINTS=False)
+    merge = {"BK": min(K, MERGE_TILE // K), "KP": K, "BV": MERGE_V, "VARLEN": True, "INTERPRET": False}
+    first = {"prepare": prepare, "prepare, anchored": anchored} if bf16 else {"prepare": prepare}
+    second = {"recur": recur, "recur, checkpoints": dict(recur, CHECKPOINTS=True)}
+    if K >= 128:  # where room is scarce
+        second["recur, local"] = dict(recur, SPLIT=True, LOCAL=True)
+    walk = recur_kernel, tiles.recur_warps, tiles.recur_stages
+    kinds = [(name, constants, (prepare_kernel, tiles.prepare_warps, 1)) for name, constants in first.items()]
+    kinds += [(name, constants, walk) for name, constants in second.items()]
+    if K >= 128:
+        kinds.append(("merge", merge, (merge_kernel, MERGE_WARPS, 1)))
     return [
-        ("prepare", compiled(prepare_kernel, bf16, capability, prepare, tiles.prepare_warps, 1)),
-        ("recur", compiled(recur_kernel, bf16, capability, recur, tiles.recur_warps, tiles.recur_stages)),
-        ("recur, checkpoints", compiled(recur_kernel, bf16, capability, kept, tiles.recur_warps, tiles.recur_stages)),
+        (name, compiled(kernel, bf16, capability, constants, warps, stages))
+        for name, constants, (kernel, warps, stages) in kinds
     ]
 
 

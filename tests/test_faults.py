@@ -160,46 +160,57 @@ def test_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         fault.caught_by(impl)
 
 
-#: The same in the Triton kernels: the file, the edit, and the named case that must catch it.
+@dataclass(frozen=True)
+class KernelFault:
+    """An edit of a file of kda/triton, and the named case that must catch it; `segment`: where the chain is cut so."""
+
+    file: str
+    old: str
+    new: str
+    case: str
+    segment: int = 0
+
+
 KERNEL_FAULTS = {
-    "gate off by 0.5 %": (
+    "gate off by 0.5 %": KernelFault(
+        "prepare", "a = log_decay(gates", "a = 1.005 * log_decay(gates", "only decay"
+    ),
+    "a tail's last gate left out": KernelFault(
         "prepare",
-        "a = tl.where(mask, log_decay(",
-        "a = tl.where(mask, 1.005 * log_decay(",
+        "total = tl.sum(by_chunks(a, C), axis=1)\n            whole",
+        "total = tl.sum(by_chunks(tl.where(i == tl.minimum(stop - start, BLOCK) - 1, 0.0, a), C), axis=1)\n"
+        "            whole",
         "only decay",
     ),
-    "a tail's last gate left out": (
-        "prepare",
-        "last = tl.minimum(stop - start, C).to(tl.int32) - 1",
-        "last = tl.maximum(tl.minimum(stop - start, C).to(tl.int32) - 2, 0)",
-        "only decay",
+    "beta one token late": KernelFault(
+        "prepare", "tl.load(beta + rows * beta_t,", "tl.load(beta + tl.maximum(rows - 1, 0) * beta_t,", "one chunk"
     ),
-    "beta one token late": (
-        "prepare",
-        "tl.load(beta + rows * beta_t,",
-        "tl.load(beta + tl.maximum(rows - 1, 0) * beta_t,",
-        "one chunk",
+    "mask without the diagonal": KernelFault(
+        "prepare", "within & (i >= j), M * exact", "within & (i > j), M * exact", "one token"
     ),
-    "mask without the diagonal": (
-        "prepare",
-        "tl.where(i == j, diagonal[:, None], 0.0)",
-        "0.0 * tl.where(i == j, diagonal[:, None], 0.0)",
-        "one token",
+    "anchor not taken out": KernelFault(
+        "prepare", "exact = tl.where(_paired(i, j, C // 2), tl.exp2(-anchor), 1.0)", "exact = 1.0", "one chunk"
     ),
-    "an empty sequence shifts the table": (
+    "an empty sequence shifts the table": KernelFault(
+        "recur", "slot = start // BLOCK + n", "slot = start // BLOCK", "empty first, middle, last"
+    ),
+    "state kept in bf16": KernelFault(
         "recur",
-        "slot = start // C + n",
-        "slot = start // C",
-        "empty first, middle, last",
-    ),
-    "state kept in bf16": (
-        "recur",
-        "S = S * e[:, None] + ",
-        "S = cast(S, tl.bfloat16, INTERPRET).to(tl.float32) * e[:, None] + ",
+        "S = S * e[None, :] + ",
+        "S = cast(S, tl.bfloat16, INTERPRET).to(tl.float32) * e[None, :] + ",
         "long memory, weak beta",
     ),
-    "Aq off by 1 %": ("recur", "dot(aq, R, OPERAND", "dot(1.01 * aq, R, OPERAND", "empty first, middle, last"),
-}
+    "Aq off by 1 %": KernelFault(
+        "recur", "dot(R, tl.trans(aq), OPERAND", "dot(R, 1.01 * tl.trans(aq), OPERAND", "empty first, middle, last"
+    ),
+    "states merged in bf16": KernelFault(
+        "merge", "tl.trans(phi),", "tl.trans(phi).to(tl.bfloat16).to(tl.float32),", "long memory, weak beta", segment=64
+    ),
+    "a segment's own state left out": KernelFault("merge", "S += dot(", "S = dot(", "slow channels", segment=64),
+    "a transition from the wrong segment": KernelFault(
+        "merge", "transition += step * K", "transition += 0 * step * K", "slow channels", segment=64
+    ),
+}  # fmt: skip
 
 
 def edited_kernel(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, old: str, new: str) -> None:
@@ -217,14 +228,18 @@ def edited_kernel(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, old:
 
 
 @pytest.mark.skipif(GPU, reason="planted in the interpreted kernels")
-@pytest.mark.parametrize("fault", KERNEL_FAULTS)
-def test_fault_in_a_kernel_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name, old, new, case = KERNEL_FAULTS[fault]
-    edited_kernel(monkeypatch, tmp_path, name, old, old)
-    test_oracle.test_named("triton", case, NAMED[case])
-    edited_kernel(monkeypatch, tmp_path, name, old, new)
+@pytest.mark.parametrize("name", KERNEL_FAULTS)
+def test_fault_in_a_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from test_split import cut
+
+    fault = KERNEL_FAULTS[name]
+    if fault.segment:
+        cut(monkeypatch, fault.segment)
+    edited_kernel(monkeypatch, tmp_path, fault.file, fault.old, fault.old)
+    test_oracle.test_named("triton", fault.case, NAMED[fault.case])
+    edited_kernel(monkeypatch, tmp_path, fault.file, fault.old, fault.new)
     with pytest.raises((AssertionError, Finding)):
-        test_oracle.test_named("triton", case, NAMED[case])
+        test_oracle.test_named("triton", fault.case, NAMED[fault.case])
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from kda.numerics import exponent_margin
 from kda.problem import GateKind, gate_kind
 from kda.testing.cases import Case, arguments, fitted
 from kda.testing.judge import check, facts_of, judge_call, rounding_of
-from kda.triton.config import ANCHORED_MARGIN, ANCHORED_ROWS, anchored_rows
+from kda.triton.config import ANCHORED_MARGIN, TOKENS, anchor
 
 NONE = {"A_log": None, "dt_bias": None}
 
@@ -137,19 +138,20 @@ def test_a_reset_leaves_small_decays_alone(impl: str, reset: float) -> None:
 
 
 def budget_bound() -> float:
-    """The strongest bound that bf16 Triton kernels still anchor once per block, from the budget's own formula."""
-    bits_per_unit = exponent_margin(ANCHORED_ROWS, 0.0) - exponent_margin(ANCHORED_ROWS, -1.0)
-    return -(exponent_margin(ANCHORED_ROWS, 0.0) - ANCHORED_MARGIN) / bits_per_unit
+    """The strongest bound that bf16 Triton kernels still anchor by constants, from the budget's own formula."""
+    bits_per_unit = exponent_margin(TOKENS, 0.0) - exponent_margin(TOKENS, -1.0)
+    return -(exponent_margin(TOKENS, 0.0) - ANCHORED_MARGIN) / bits_per_unit
 
 
 def test_budget_is_a_formula_with_two_sides() -> None:
     edge = budget_bound()
-    assert -6.5 < edge < -5.0
-    assert anchored_rows(facts_of(Case(lower_bound=edge * 0.9999))) == ANCHORED_ROWS
-    assert anchored_rows(facts_of(Case(lower_bound=edge * 1.0001))) == 0
-    assert anchored_rows(facts_of(Case(gate="softplus"))) == 0
-    assert anchored_rows(facts_of(Case(gate="given"))) == 0
-    assert anchored_rows(facts_of(Case(dtype="float32"))) == 0
+    assert -5.5 < edge < -5.0
+    assert anchor(facts_of(Case(lower_bound=edge * 0.9999))) == round(TOKENS / 2 * -edge / math.log(2))
+    assert anchor(facts_of(Case(lower_bound=0.0))) == 0
+    assert anchor(facts_of(Case(lower_bound=edge * 1.0001))) is None
+    assert anchor(facts_of(Case(gate="softplus"))) is None
+    assert anchor(facts_of(Case(gate="given"))) is None
+    assert anchor(facts_of(Case(dtype="float32"))) is None
 
 
 @pytest.mark.parametrize("impl", kernels(but="cuda"))

@@ -1,7 +1,8 @@
 """The portable fast path: a chunked forward in Triton, for every gate and shape up to 256 channels.
 
 `math` holds the device helpers, `prepare` and `recur` the two kernels (the stages of `kda.ref.chunked`), `config` the
-one table of tiles, `forward` the host side; `step` is the decode step. Triton itself is imported with the first call.
+one table of tiles, `forward` the host side; `split` says where a few long chains are cut into segments, whose states
+`merge` joins; `step` is the decode step. Triton itself is imported with the first call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kda.numerics import Rounding, unit_roundoff
 from kda.problem import Apart, Facts, Implementation, Output, Problem, StepProblem
-from kda.triton.config import FP16_LOST, tiles
+from kda.triton.config import FP16_LOST, TOKENS
 
 MAX_CHANNELS = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,7 +57,7 @@ def _rounding(facts: Facts) -> Rounding:
         state=fp32,
         output=unit_roundoff(facts.dtype),
         stored_state=unit_roundoff(facts.state_dtype),
-        chunk=tiles(facts).chunk,
+        chunk=TOKENS,
         lost=FP16_LOST if bf16 else 0.0,
     )
 

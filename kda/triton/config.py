@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from kda.numerics import CHUNK, exponent_margin
+from kda.numerics import CHUNK, LOG2E, exponent_margin
 from kda.problem import Facts, GateKind
+
+#: Tokens of one program of the first kernel, and of its chunks.
+BLOCK = CHUNK
+TOKENS = CHUNK // 2
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """chunk: tokens per chunk (divides 64); block_k, prepare_warps: of the first kernel; the rest: of the second."""
+    """block_k, prepare_warps: of the first kernel; the rest: of the second."""
 
-    chunk: int
     block_k: int
     prepare_warps: int
     block_v: int
@@ -25,26 +28,26 @@ class Tiles:
 #: (architecture, products in bf16, K rounded up to a power of two) -> tiles. `hopper` was tuned on an H200 and may use
 #: 227 KB of shared memory; `any` fits into the 99 KB of consumer GPUs.
 TABLE = {
-    ("hopper", True, 16): Tiles(CHUNK, 16, 4, 64, 4, 2),
-    ("hopper", True, 32): Tiles(CHUNK, 32, 4, 64, 4, 2),
-    ("hopper", True, 64): Tiles(CHUNK, 64, 4, 64, 4, 2),
-    ("hopper", True, 128): Tiles(CHUNK, 32, 4, 64, 4, 3),
-    ("hopper", True, 256): Tiles(CHUNK, 32, 4, 64, 8, 1),
-    ("hopper", False, 16): Tiles(CHUNK, 16, 4, 32, 4, 1),
-    ("hopper", False, 32): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("hopper", False, 64): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("hopper", False, 128): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("hopper", False, 256): Tiles(CHUNK // 2, 32, 4, 32, 4, 1),
-    ("any", True, 16): Tiles(CHUNK, 16, 4, 32, 4, 1),
-    ("any", True, 32): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("any", True, 64): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("any", True, 128): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("any", True, 256): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("any", False, 16): Tiles(CHUNK, 16, 4, 32, 4, 1),
-    ("any", False, 32): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("any", False, 64): Tiles(CHUNK, 32, 4, 32, 4, 1),
-    ("any", False, 128): Tiles(CHUNK, 32, 4, 16, 4, 1),
-    ("any", False, 256): Tiles(CHUNK // 2, 32, 4, 16, 4, 1),
+    ("hopper", True, 16): Tiles(16, 4, 64, 4, 3),
+    ("hopper", True, 32): Tiles(32, 4, 64, 4, 3),
+    ("hopper", True, 64): Tiles(64, 4, 64, 4, 3),
+    ("hopper", True, 128): Tiles(64, 4, 64, 4, 3),
+    ("hopper", True, 256): Tiles(64, 4, 64, 8, 2),
+    ("hopper", False, 16): Tiles(16, 4, 32, 4, 1),
+    ("hopper", False, 32): Tiles(32, 4, 32, 4, 1),
+    ("hopper", False, 64): Tiles(32, 4, 32, 4, 1),
+    ("hopper", False, 128): Tiles(32, 4, 32, 4, 1),
+    ("hopper", False, 256): Tiles(32, 4, 16, 8, 1),
+    ("any", True, 16): Tiles(16, 4, 32, 4, 1),
+    ("any", True, 32): Tiles(32, 4, 32, 4, 1),
+    ("any", True, 64): Tiles(32, 4, 32, 4, 1),
+    ("any", True, 128): Tiles(32, 4, 32, 4, 1),
+    ("any", True, 256): Tiles(32, 4, 32, 4, 1),
+    ("any", False, 16): Tiles(16, 4, 32, 4, 1),
+    ("any", False, 32): Tiles(32, 4, 32, 4, 1),
+    ("any", False, 64): Tiles(32, 4, 32, 4, 1),
+    ("any", False, 128): Tiles(32, 4, 16, 4, 1),
+    ("any", False, 256): Tiles(32, 4, 16, 8, 1),
 }
 
 #: Shared memory of one program, bytes, that an architecture's rows may use.
@@ -71,13 +74,24 @@ def tiles(facts: Facts) -> Tiles:
 FP16_SCALE = 4096.0
 FP16_LOST = 2.0**-25 / FP16_SCALE
 
-#: Rows of a diagonal block that a bounded gate may anchor once, and the bits of exponent left for its operands.
-ANCHORED_ROWS = 16
-ANCHORED_MARGIN = 120.0
+#: Bits of exponent that a chunk of a bounded gate must leave for its operands to be anchored by constants.
+ANCHORED_MARGIN = 20.0
+
+#: The most channels at a time of a triangle that is anchored.
+ANCHORED_K = 128
 
 
-def anchored_rows(facts: Facts) -> int:
-    """Rows per diagonal block anchored once instead of by doubling; 0 where the gate could leave the exponent."""
-    if facts.gate is not GateKind.BOUNDED or facts.dtype != torch.bfloat16:  # fp32 would lose digits to the centre
-        return 0
-    return ANCHORED_ROWS if exponent_margin(ANCHORED_ROWS, facts.lower_bound or 0.0) >= ANCHORED_MARGIN else 0
+def anchor(facts: Facts) -> int | None:
+    """log2 of what rows of the second half of a chunk are anchored by; None where the gate could leave the exponent."""
+    if facts.gate is not GateKind.BOUNDED or facts.dtype != torch.bfloat16:  # fp32 would lose digits to what is masked
+        return None
+    bound = facts.lower_bound or 0.0
+    if exponent_margin(TOKENS, bound) < ANCHORED_MARGIN:
+        return None
+    return round(TOKENS // 2 * abs(bound) * LOG2E)
+
+
+#: Of the merge: elements of Phi at a time, rows of the state, warps.
+MERGE_TILE = 128 * 128
+MERGE_V = 16
+MERGE_WARPS = 8

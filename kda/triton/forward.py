@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -12,11 +12,23 @@ from torch import Tensor
 
 from kda.problem import TENSORS, Apart, Facts, GateKind, Output, Problem, with_buffers
 from kda.streams import current_stream
-from kda.triton import math
-from kda.triton.config import anchored_rows, power_of_two, tiles
+from kda.triton import math, split
+from kda.triton.config import (
+    ANCHORED_K,
+    BLOCK,
+    MERGE_TILE,
+    MERGE_V,
+    MERGE_WARPS,
+    TOKENS,
+    anchor,
+    power_of_two,
+    tiles,
+)
 from kda.triton.launch import Launch, aligned, launch
+from kda.triton.merge import merge_kernel
 from kda.triton.prepare import prepare_kernel
 from kda.triton.recur import recur_kernel
+from kda.triton.split import Split
 
 #: The kernels' numbers of the gates.
 GATES = {GateKind.BOUNDED: math.BOUNDED, GateKind.SOFTPLUS: math.SOFTPLUS, GateKind.GIVEN: math.GIVEN}
@@ -33,42 +45,59 @@ def strides(x: Tensor | None, rank: int) -> tuple[int, ...]:
 
 
 class Workspace:
-    """What `prepare` leaves for `recur`, in one piece of memory."""
+    """What the kernels leave for each other, in one piece of memory. Parts by name; those that a call has not are 0."""
 
-    def __init__(self, facts: Facts, slots: int, KW: int, C: int) -> None:
-        tokens, HV = facts.B * facts.T, facts.HV
-        bf16 = facts.dtype == torch.bfloat16
-        work = torch.bfloat16 if bf16 else torch.float32
-        row, square, sums = (HV, tokens, KW), (HV, tokens, C), torch.float32
-        self._parts: list[tuple[tuple[int, ...], torch.dtype]] = [
-            *[(row, work)] * 3,
-            (square, work),
-            ((slots, HV, KW), sums),
-            *[(row, sums)] * (1 if bf16 else 2),
-        ]
-        self._offsets, self._size = [], 0
-        for shape, dtype in self._parts:
-            self._offsets.append(self._size)
-            size = prod(shape) * dtype.itemsize
-            self._size += triton.cdiv(size, 256) * 256
-        if bf16:  # sums have one term
-            self._parts.append(self._parts[-1])
-            self._offsets.append(self._offsets[-1])
+    def __init__(self, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self._parts, self._offsets, self._size = parts, {}, 0
+        for name, (shape, dtype) in parts.items():
+            self._offsets[name] = self._size
+            self._size += triton.cdiv(prod(shape) * dtype.itemsize, 256) * 256
 
     def allocate(self, device: torch.device) -> Tensor:
         return torch.empty(self._size, dtype=torch.uint8, device=device)
 
-    def tensors(self, memory: Tensor) -> list[Tensor]:
-        """Kd, Qd, Ak [HV, B * T, KW], Aq [HV, B * T, C], decay [slots, HV, KW], and two terms of sums like Kd."""
-        views = []
-        for (shape, dtype), at in zip(self._parts, self._offsets, strict=True):
-            views.append(memory[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape))
+    def tensors(self, memory: Tensor) -> dict[str, Tensor]:
+        views = {}
+        for name, (shape, dtype) in self._parts.items():
+            at = self._offsets[name]
+            views[name] = memory[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return views
 
-    def addresses(self, memory: Tensor) -> list[int]:
+    def addresses(self, memory: Tensor) -> dict[str, int]:
         """Of the same."""
         start = memory.data_ptr()
-        return [start + at for at in self._offsets]
+        return {name: start + at for name, at in self._offsets.items()}
+
+
+def workspace(facts: Facts, blocks: int, KW: int, split: Split | None) -> Workspace:
+    """3 K + C operands per token and value head, where the gate is not anchored sums of log decays, and states."""
+    rows, HV = facts.B * facts.T, facts.HV
+    bf16 = facts.dtype == torch.bfloat16
+    work = torch.bfloat16 if bf16 else torch.float32
+    parts = dict.fromkeys(("Kd", "Qd", "Ak"), ((HV, rows, KW), work))
+    parts["Aq"] = (HV, rows, TOKENS), work
+    parts["decay"] = (blocks + 1, BLOCK // TOKENS, HV, KW), torch.float32
+    if anchor(facts) is None:
+        parts["sums"] = (HV, rows, KW), torch.float32
+    if not bf16:
+        parts["rest"] = (HV, rows, KW), torch.float32
+    if split is not None:
+        parts["local"] = (split.places, HV, facts.V, facts.K), torch.float32
+        parts["transition"] = (split.places, HV, facts.K, facts.K), torch.float32
+    return Workspace(parts)
+
+
+#: What each kernel takes of the workspace, in the order of its arguments.
+OF_PREPARE = ("Kd", "Qd", "Ak", "Aq", "decay", "sums", "rest")
+OF_RECUR = ("Kd", "Qd", "Ak", "Aq", "decay", "local", "transition")
+OF_MERGE = ("local", "transition")
+
+T = TypeVar("T")
+
+
+def parts_of(space: dict[str, T], names: tuple[str, ...]) -> list[T]:
+    """The parts of a workspace by name; in place of those that a call has not, any other."""
+    return [space.get(name, space["decay"]) for name in names]
 
 
 class Repeated(NamedTuple):
@@ -76,22 +105,25 @@ class Repeated(NamedTuple):
 
     space: Workspace
     prepare: Launch | None  # where there are tokens
+    cut: tuple[Launch, Launch] | None  # the local states and the merge, where the chain is cut
     recur: Launch
 
 
+def processors(device: torch.device) -> int:
+    """Of a GPU; none where the kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
 def fwd(problem: Problem) -> Output:
-    """`kda.fwd` in two kernels. The workspace is 3 K + 64 operands per token and value head."""
+    """`kda.fwd` in two kernels, or four where the chain is cut."""
     facts = problem.facts
     q, k, v, g, beta = problem.q, problem.k, problem.v, problem.g, problem.beta
     B, T, HV, K, V, N = facts.B, facts.T, facts.HV, facts.K, facts.V, facts.N
     config = tiles(facts)
-    C = config.chunk
     bf16 = facts.dtype == torch.bfloat16
-    operand = math.BF16 if bf16 else math.FP32
-    inverse = math.FP16 if bf16 else math.FP32
-    anchored = anchored_rows(facts)
+    anchored = anchor(facts)
     cu_seqlens = problem.layout.cu_seqlens
-    slots = T // C + N if facts.varlen else B * triton.cdiv(T, C)
+    blocks = T // BLOCK + N if facts.varlen else B * triton.cdiv(T, BLOCK)
 
     out, final = problem.buffers()
     initial = problem.initial_state
@@ -104,16 +136,19 @@ def fwd(problem: Problem) -> Output:
         return Output(out.zero_(), final if facts.final_state else None)
 
     KW = triton.cdiv(K, 16) * 16  # rows of whole vectors, whatever K is
-    space = Workspace(facts, slots, KW, C)
-    Kd, Qd, Ak, Aq, decay, sums, rest = space.tensors(space.allocate(q.device))
-    wide = any(_tile_reach(x, C) >= 2**31 for x in (q, k, v, g, beta, out))
+    KP = power_of_two(K)
+    cut = split.plan(facts, processors(q.device))
+    space = workspace(facts, blocks, KW, cut)
+    parts = space.tensors(space.allocate(q.device))
+    decay = parts["decay"]
     common = dict(
         K=K,
         KW=KW,
-        C=C,
+        C=TOKENS,
+        BLOCK=BLOCK,
         VARLEN=facts.varlen,
-        OPERAND=operand,
-        WIDE=wide,
+        OPERAND=math.BF16 if bf16 else math.FP32,
+        WIDE=any(_tile_reach(x, BLOCK) >= 2**31 for x in (q, k, v, g, beta, out)),
         INTERPRET=facts.triton_interpreter,
     )
     cu_stride = 0 if cu_seqlens is None else cu_seqlens.stride(0)
@@ -123,7 +158,7 @@ def fwd(problem: Problem) -> Output:
         if B * T:
             prepare = launch(
                 prepare_kernel,
-                slots * HV,
+                blocks * HV,
                 (
                     q,
                     k,
@@ -132,18 +167,12 @@ def fwd(problem: Problem) -> Output:
                     decay if problem.A_log is None else problem.A_log,
                     decay if problem.dt_bias is None else problem.dt_bias,
                     cu_seqlens,
-                    Kd,
-                    Qd,
-                    Ak,
-                    Aq,
-                    decay,
-                    sums,
-                    rest,
+                    *parts_of(parts, OF_PREPARE),
                 ),
                 (
                     problem.scale,
                     0.0 if facts.lower_bound is None else facts.lower_bound,
-                    -0.5 * anchored * (facts.lower_bound or 0.0),
+                    float(anchored or 0),
                     2.0 if facts.allow_neg_eigval else 1.0,
                     *q.stride(),
                     *k.stride(),
@@ -162,62 +191,91 @@ def fwd(problem: Problem) -> Output:
                 ),
                 dict(
                     common,
-                    BK=config.block_k,
-                    ANCHORED=anchored,
-                    FIRST_LEVEL=max(anchored.bit_length() - 1, 0),
-                    LEVELS=C.bit_length() - 1,
+                    BK=config.block_k if anchored is None else min(KP, ANCHORED_K),
+                    ANCHORED=anchored is not None,
+                    LEVELS=TOKENS.bit_length() - 1,
                     GATE=GATES[facts.gate],
-                    INVERSE=inverse,
+                    INVERSE=math.FP16 if bf16 else math.FP32,
                     TWO_TERMS=not bf16,
                 ),
                 num_warps=config.prepare_warps,
                 num_stages=1,  # its loads follow stores of other threads: nothing may be loaded ahead
             )
+        tensors = (
+            *parts_of(parts, OF_RECUR),
+            v,
+            out,
+            decay if initial is None else initial,
+            decay if final is None else final,
+            cu_seqlens,
+            any_indices if reads is None else reads,
+            any_indices if writes is None else writes,
+            decay if problem.fresh is None else problem.fresh.view(torch.uint8),
+            decay if kept is None else kept,
+            any_indices if columns is None else columns,
+        )
+        numbers = (
+            *v.stride(),
+            *out.stride(),
+            *strides(initial, 4),
+            *strides(final, 4),
+            *strides(kept, 4),
+            cu_stride,
+            *(strides(x, 1)[0] for x in (reads, writes, problem.fresh)),
+            *strides(columns, 2),
+            N,
+            T,
+            B * T,
+            HV,
+            0 if cut is None else cut.segment,
+            *(int(x is not None) for x in (initial, final, reads, writes, problem.fresh)),
+            N if problem.state_pool is None else problem.state_pool.shape[0],
+            0 if kept is None else kept.shape[0],
+            0 if columns is None else columns.shape[1],
+            problem.checkpoint_every // TOKENS,
+        )
+        constants = dict(common, V=V, KP=KP, BV=config.block_v, SPLIT=cut is not None)
+        options = dict(num_warps=config.recur_warps, num_stages=config.recur_stages)
+        blocks_v, blocks_k = triton.cdiv(V, config.block_v), triton.cdiv(K, config.block_v)
+        chains, first = N * HV, None
+        if cut is not None:
+            chains = cut.places * HV
+            local = launch(
+                recur_kernel,
+                chains * (blocks_v + blocks_k),
+                tensors,
+                numbers,
+                dict(constants, LOCAL=True, CHECKPOINTS=False),
+                **options,
+            )
+            merge = launch(
+                merge_kernel,
+                N * HV * triton.cdiv(V, MERGE_V),
+                (*parts_of(parts, OF_MERGE), cu_seqlens),
+                (cu_stride, N, T, HV, cut.segment),
+                dict(
+                    K=K,
+                    V=V,
+                    BK=min(KP, MERGE_TILE // KP),
+                    KP=KP,
+                    BV=MERGE_V,
+                    VARLEN=facts.varlen,
+                    INTERPRET=facts.triton_interpreter,
+                ),
+                num_warps=MERGE_WARPS,
+                num_stages=1,  # as above
+            )
+            first = None if local is None or merge is None else (local, merge)
         recur = launch(
             recur_kernel,
-            N * HV * triton.cdiv(V, config.block_v),
-            (
-                Kd,
-                Qd,
-                Ak,
-                Aq,
-                decay,
-                v,
-                out,
-                decay if initial is None else initial,
-                decay if final is None else final,
-                cu_seqlens,
-                any_indices if reads is None else reads,
-                any_indices if writes is None else writes,
-                decay if problem.fresh is None else problem.fresh.view(torch.uint8),
-                decay if kept is None else kept,
-                any_indices if columns is None else columns,
-            ),
-            (
-                *v.stride(),
-                *out.stride(),
-                *strides(initial, 4),
-                *strides(final, 4),
-                *strides(kept, 4),
-                cu_stride,
-                *(strides(x, 1)[0] for x in (reads, writes, problem.fresh)),
-                *strides(columns, 2),
-                N,
-                T,
-                B * T,
-                HV,
-                *(int(x is not None) for x in (initial, final, reads, writes, problem.fresh)),
-                N if problem.state_pool is None else problem.state_pool.shape[0],
-                0 if kept is None else kept.shape[0],
-                0 if columns is None else columns.shape[1],
-                problem.checkpoint_every // C,
-            ),
-            dict(common, V=V, KP=power_of_two(K), BV=config.block_v, CHECKPOINTS=kept is not None),
-            num_warps=config.recur_warps,
-            num_stages=config.recur_stages,
+            chains * blocks_v,
+            tensors,
+            numbers,
+            dict(constants, LOCAL=False, CHECKPOINTS=kept is not None),
+            **options,
         )
-    if recur is not None and (prepare is not None or not B * T):
-        problem.memo.setdefault("triton", Repeated(space, prepare, recur))
+    if recur is not None and (prepare is not None or not B * T) and (first is not None or cut is None):
+        problem.memo.setdefault("triton", Repeated(space, prepare, first, recur))
     return Output(out, final if facts.final_state else None)
 
 
@@ -233,14 +291,19 @@ def again(facts: Facts, memo: dict[str, Any], tensors: list[Tensor], apart: Apar
     if not aligned([*at.values()]):
         return None
     work = known.space.allocate(device)
-    Kd, Qd, Ak, Aq, decay, sums, rest = known.space.addresses(work)
+    parts = known.space.addresses(work)
     cu_seqlens, initial, final = at["cu_seqlens"], at["initial_state"], at["final_state"]
     if facts.pool:
         initial = final = at["state_pool"]
     if known.prepare is not None:
         gates = (at["A_log"], at["dt_bias"])
         inputs = (at["q"], at["k"], at["g"], at["beta"])
-        known.prepare((*inputs, *gates, cu_seqlens, Kd, Qd, Ak, Aq, decay, sums, rest), stream)
+        known.prepare((*inputs, *gates, cu_seqlens, *parts_of(parts, OF_PREPARE)), stream)
     slots = (at[name] for name in ("state_indices", "write_indices", "fresh", "checkpoints", "checkpoint_indices"))
-    known.recur((Kd, Qd, Ak, Aq, decay, at["v"], at["out"], initial, final, cu_seqlens, *slots), stream)
+    of_recur = (*parts_of(parts, OF_RECUR), at["v"], at["out"], initial, final, cu_seqlens, *slots)
+    if known.cut is not None:
+        local, merge = known.cut
+        local(of_recur, stream)
+        merge((*parts_of(parts, OF_MERGE), cu_seqlens), stream)
+    known.recur(of_recur, stream)
     return result
