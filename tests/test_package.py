@@ -159,7 +159,8 @@ FRAME = {
     "kda.api": 4,
     "kda.transitions": 5,
 }
-SHARED = {"kda.problem", "kda.numerics", "kda.gate", "kda.streams", "kda.environment"}  # what implementations may import
+#: What implementations may import.
+SHARED = {"kda.problem", "kda.numerics", "kda.gate", "kda.streams", "kda.environment"}
 TOOLS = ("kda.testing", "kda.bench", "kda.cli", "kda.__main__")
 #: For callers of other libraries, and for many processes: they stand on the frame, and nothing stands on them.
 DOORS = ("kda.convert", "kda.integrations", "kda.distributed")

@@ -9,7 +9,7 @@ import torch
 
 from kda import api, dispatch
 from kda.bench import forward, measure
-from kda.bench.session import Column, Row, Session, Table, code, inputs, plain, title, where
+from kda.bench.session import AGREEMENT, Column, Row, Session, Table, code, inputs, plain, title, where
 from kda.testing.cases import Case
 from kda.testing.judge import facts_of
 
@@ -56,7 +56,7 @@ def _measured(session: Session, case: Case, impl: str) -> dict[str, float] | Non
         name: partial(api.fwd, **call, batch_invariant=name == "whole", impl=impl) for name in ("whole", "as it pays")
     }
     results = [run() for run in ways.values()]
-    if not forward.apart(*results) < forward.AGREEMENT:  # nor NaN
+    if not forward.apart(*results) < AGREEMENT:  # nor NaN
         session.wrong.append(f"{impl} at {where(case)}: another result where sequences are cut")
         return None
     timed = measure.timed({name: measure.captured(run) for name, run in ways.items()}, session.device)

@@ -25,30 +25,25 @@ namespace {
 
 constexpr int THREADS = 640;
 
+template <Features WITH>
+__device__ __forceinline__ void init_barriers(Shared& s) {
+  if (threadIdx.x != 0) return;
+  const int consumers = WITH == PAIRS ? 4 : 8;
+  for (int i = 0; i < STAGES; ++i) {
+    const bool own = is_own<WITH>(i);
+    s.raw_gate[i].init(1), s.raw[i].init(1), s.ready[i].init(own ? 2 : 1);
+    s.full[i].init(own ? 5 : 1), s.read[i].init(consumers), s.empty[i].init(consumers);
+    s.peer_empty[i].init(consumers);
+  }
+  for (int i = 0; i < GROUPS; ++i) s.lower_full[i].init(4), s.inverse_full[i].init(1);
+  for (int i = 0; i < 2; ++i) s.transition[i].init(1);
+  cutlass::arch::fence_barrier_init();
+}
+
 /// FP16: for normalised keys and queries and weights of a sigmoid, see prepare.cuh.
 template <bool FP16, Features WITH>
-__global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
-  extern __shared__ __align__(1024) char raw_shared[];
-  Shared& s = *reinterpret_cast<Shared*>(raw_shared);
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
-  load_starts(args.p, s);
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(s.inverse) / 16); i += THREADS) {
-    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal they stay zero
-  }
-  clear_upper(s, threadIdx.x, THREADS);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      s.raw_gate[i].init(1), s.raw[i].init(1), s.ready[i].init(2);
-      s.full[i].init(5), s.read[i].init(8), s.empty[i].init(8);
-    }
-    for (int i = 0; i < GROUPS; ++i) s.lower_full[i].init(4), s.inverse_full[i].init(1);
-    for (int i = 0; i < 2; ++i) s.transition[i].init(1);
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
-  deal<WITH>(args, s);
+__device__ __forceinline__ void play_roles(const Arguments& args, Shared& s, int warp, int group) {
   auto wait = [&] { exchange(args, s, false); };
-
   if (group < 2) {
     cutlass::arch::warpgroup_reg_alloc<160>();
     recur<WITH>(args, s, group, [&] { exchange(args, s, true); });
@@ -66,6 +61,35 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
       invert_chunks<FP16, WITH>(args, s, wait);
     }
   }
+  sync_pair<WITH>();  // the other may still have something to tell this one
+}
+
+template <bool FP16, Features WITH>
+__global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(1024) char raw_shared[];
+  Shared& s = *reinterpret_cast<Shared*>(raw_shared);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
+  load_starts(args.p, s);
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(s.inverse) / 16); i += THREADS) {
+    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal they stay zero
+  }
+  clear_upper(s, threadIdx.x, THREADS);
+  if constexpr (WITH < SEGMENTS) init_barriers<WITH>(s);
+  __syncthreads();
+  sync_pair<WITH>();
+  deal<WITH>(args, s);
+  if constexpr (WITH >= SEGMENTS) {
+    if (s.paired) {
+      init_barriers<PAIRS>(s);
+      __syncthreads();
+      sync_pair<PAIRS>();
+      play_roles<FP16, PAIRS>(args, s, warp, group);
+      return;
+    }
+    init_barriers<WITH>(s);
+    __syncthreads();
+  }
+  play_roles<FP16, WITH>(args, s, warp, group);
 }
 
 /// A map of [128, heads, tokens, batch] in bf16 whose boxes are half tiles of one head.
@@ -97,11 +121,12 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&strid
 }
 
 /// By FP16, by Features.
-const void* const KERNELS[2][3] = {
+const void* const KERNELS[2][4] = {
     {reinterpret_cast<const void*>(fwd_kernel<false, PLAIN>), reinterpret_cast<const void*>(fwd_kernel<false, SLOTS>),
+     reinterpret_cast<const void*>(fwd_kernel<false, PAIRS>),
      reinterpret_cast<const void*>(fwd_kernel<false, SEGMENTS>)},
     {reinterpret_cast<const void*>(fwd_kernel<true, PLAIN>), reinterpret_cast<const void*>(fwd_kernel<true, SLOTS>),
-     reinterpret_cast<const void*>(fwd_kernel<true, SEGMENTS>)},
+     reinterpret_cast<const void*>(fwd_kernel<true, PAIRS>), reinterpret_cast<const void*>(fwd_kernel<true, SEGMENTS>)},
 };
 
 /// Multiprocessors of the current device, after the kernels were allowed its shared memory there.
@@ -123,6 +148,9 @@ cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
   if (remembered) known[device].store(multiprocessors);
   return cudaSuccess;
 }
+
+/// CTAs of a launch that may cut: whole pairs.
+int even(int multiprocessors) { return multiprocessors / 2 * 2; }
 
 cudaError_t launch(const kda_fwd_params* p, void* stream) {
   const int64_t tasks = p->N * p->HV;
@@ -150,8 +178,11 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
     if (cudaError_t error = tensor_map(args.g, p->g, p->g_stride, p->B, p->T, p->HV)) return error;
     if (cudaError_t error = tensor_map(args.out, p->out, p->out_stride, p->B, p->T, p->HV)) return error;
   }
-  const bool segments = p->workspace != nullptr;
-  const int grid = segments || tasks > multiprocessors ? multiprocessors : static_cast<int>(tasks);
+  const bool segments = p->workspace != nullptr, paired = 2 * tasks <= multiprocessors;
+  const int grid = segments                  ? even(multiprocessors)
+                   : paired                  ? static_cast<int>(2 * tasks)
+                   : tasks > multiprocessors ? multiprocessors
+                                             : static_cast<int>(tasks);
   args.tasks = static_cast<int>(tasks);
   args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && (segments || tasks > grid);
   if (segments) {
@@ -159,7 +190,7 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
     if (p->cu_seqlens == nullptr) {
       Batch batch;
       batch.add(args.cut, static_cast<int>((p->T + TOKENS - 1) / TOKENS), static_cast<int>(p->N));
-      args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), multiprocessors);
+      args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), grid);
     }
     args.states = static_cast<float*>(p->workspace);
     auto pitched = [&](int64_t (&stride)[3], int64_t head, int pitch) {
@@ -171,19 +202,30 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   }
   void* arguments[] = {&args};
   const bool fp16 = p->use_qk_l2norm && p->use_beta_sigmoid;
-  const auto to = static_cast<cudaStream_t>(stream);
-  if (segments) {  // whose CTAs wait for one another: all of them are there, or none
-    return cudaLaunchCooperativeKernel(KERNELS[fp16][SEGMENTS], dim3(grid), dim3(THREADS), arguments, shared_bytes, to);
-  }
-  const Features with = in_slots(*p) || p->checkpoints != nullptr ? SLOTS : PLAIN;
-  return cudaLaunchKernel(KERNELS[fp16][with], dim3(grid), dim3(THREADS), arguments, shared_bytes, to);
+  const bool slots = in_slots(*p) || p->checkpoints != nullptr;
+  const Features with = segments ? SEGMENTS : paired ? PAIRS : slots ? SLOTS : PLAIN;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeCooperative;  // CTAs wait for one another: all of them are there, or none
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = 2, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  const bool pairs = with == PAIRS || (segments && p->cu_seqlens != nullptr);  // or perhaps, see deal.cuh
+  const cudaLaunchConfig_t config{dim3(grid),
+                                  dim3(THREADS),
+                                  shared_bytes,
+                                  static_cast<cudaStream_t>(stream),
+                                  segments ? attributes : attributes + 1,
+                                  static_cast<unsigned>(segments) + pairs};
+  return cudaLaunchKernelExC(&config, KERNELS[fp16][with], arguments);
 }
 
 /// Fills in how sequences are cut, see abi.h.
 void plan(kda_fwd_params& p, int multiprocessors) {
   Cut cut{p.first_segment, p.segment};
+  multiprocessors = even(multiprocessors);
   p.first_segment = p.segment = 0, p.segment_slots = 0;
-  if (p.batch_invariant || p.T == 0 || p.HV == 0 || p.N == 0 || p.N > MOST_CUT_SEQUENCES) return;
+  if (multiprocessors == 0 || p.batch_invariant || p.T == 0 || p.HV == 0 || p.N == 0 || p.N > MOST_CUT_SEQUENCES)
+    return;
   if (p.N * p.HV > MOST_WHOLES * multiprocessors) return;
   const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV);
   const int chunks = static_cast<int>((p.T + TOKENS - 1) / TOKENS), most_slots = MOST_SEGMENTS * multiprocessors / HV;

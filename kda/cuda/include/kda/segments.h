@@ -39,11 +39,12 @@ constexpr int TRANSITION_PITCH = 128 + 8;
 
 /// What the parts of a call take, in sixteenths of a chunk with o (124 ns on an H200); NOTES.md has the measurements.
 constexpr int CHUNK_TIME = 16;
+constexpr int PAIR_CHUNK_TIME = 12;   // with o, by two CTAs where there are enough for all, see pair.cuh
 constexpr int STATE_CHUNK_TIME = 14;  // a chunk of a local state or a transition
 constexpr int TASK_TIME = 8;          // a task's start and end
 constexpr int FIRST_TIME = 32;        // and more than that of a first segment
 constexpr int CHAIN_TIME = 9;         // the chain, a middle
-constexpr int EXCHANGE_TIME = 177;    // to wait for all others, twice, and the chain's start
+constexpr int EXCHANGE_TIME = 125;    // to wait for all others, twice, and the chain's start
 constexpr int GAIN_PERCENT = 5;       // what a cut must be predicted to gain
 
 template <class T>
@@ -105,6 +106,9 @@ KDA_BOTH Deal deal_of(const Batch& b, Cut cut, int HV, int CTAs) {
   return {late, with, with + whole, other};
 }
 
+/// What a chunk takes where `tasks` sequences and heads are whole.
+KDA_BOTH int whole_chunk_time(int tasks, int CTAs) { return 2 * tasks <= CTAs ? PAIR_CHUNK_TIME : CHUNK_TIME; }
+
 /// Predicted time of a call whose first round is dealt as `deal_of` says.
 KDA_BOTH int64_t duration(const Batch& b, Cut cut, const Deal& deal, int HV, int CTAs) {
   // The last round: middles in turns, then last parts to who has the least.
@@ -113,7 +117,8 @@ KDA_BOTH int64_t duration(const Batch& b, Cut cut, const Deal& deal, int HV, int
   int chunks = most(high, ends ? low + b.longest_end : 0);
   if (ends > CTAs - rest) chunks = most(chunks, least(high, low + b.shortest_end) + b.shortest_end);
   chunks = most(chunks, static_cast<int>((int64_t{b.chunks} * HV + CTAs - 1) / CTAs));
-  int64_t time = int64_t{chunks} * CHUNK_TIME + divided_up(middles + ends, CTAs) * TASK_TIME;
+  int64_t time = int64_t{chunks} * (b.cut > 0 ? CHUNK_TIME : whole_chunk_time(ends, CTAs));
+  time += divided_up(middles + ends, CTAs) * TASK_TIME;
   if (b.cut > 0) {
     const int steps = most(b.most_middles, divided_up(middles * (128 / ROWS_OF_CHAIN), CTAs));
     time += deal.time + steps * CHAIN_TIME + EXCHANGE_TIME;
@@ -124,7 +129,8 @@ KDA_BOTH int64_t duration(const Batch& b, Cut cut, const Deal& deal, int HV, int
 /// Whether a cut can gain anything at all, for less than it takes to look at them: `chunks` in all, of one head. Where
 /// there are middles, parts of a sequence take at least one and a half times as long as all of it.
 KDA_BOTH bool may_gain(int longest, int chunks, int sequences, int HV, int CTAs) {
-  const int64_t whole = int64_t{longest} * divided_up(sequences * HV, CTAs) * CHUNK_TIME;
+  const int tasks = sequences * HV;
+  const int64_t whole = int64_t{longest} * divided_up(tasks, CTAs) * whole_chunk_time(tasks, CTAs);
   return int64_t{chunks} * HV * (CHUNK_TIME * 3 / 2) + EXCHANGE_TIME * CTAs < whole * CTAs;
 }
 

@@ -3,6 +3,7 @@
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "kda/numerics.h"
 #include "kda/sm90/device.cuh"
+#include "kda/sm90/pair.cuh"
 #include "kda/sm90/shared.cuh"
 #include "kda/sm90/task.cuh"
 
@@ -18,20 +19,28 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s, Exchange 
   Ring ring;
   uint32_t states = 0;  // bit i: stage i held a state last
   auto task_in = [&](const Task& task) {
-    const int places = places_of_state(task);
+    const int places = places_of_state<WITH>(task);
 #pragma unroll 1
     for (int place = 0; place < places; ++place, ++ring.chunk) {
       const uint32_t use = ring.use();
+      const int half = half_of<WITH>(place);
       TransactionBarrier &raw_gate = s.raw_gate[ring.stage()], &raw = s.raw[ring.stage()];
       states |= 1u << ring.stage();
       s.full[ring.stage()].wait(use ^ 1), s.read[ring.stage()].wait(use ^ 1), s.empty[ring.stage()].wait(use ^ 1);
+      if constexpr (WITH == PAIRS) {
+        if (is_own<WITH>(ring.chunk)) {
+          s.peer_empty[ring.stage()].wait(use ^ 1);
+        } else if (lane == 0) {
+          s.full[ring.stage()].arrive();
+        }
+      }
       char* to = reinterpret_cast<char*>(s.stage[ring.stage()].half);
       if (WITH >= SEGMENTS && task.carried) {  // which lies as it is wanted here
         constexpr int BYTES = HALF * STATE_PITCH * sizeof(float);
         if (lane == 0) {
           raw_gate.arrive(), raw.arrive_and_expect_tx(BYTES);
           const float* from = state_at(a, task.initial, task.value_head);
-          cute::SM90_BULK_COPY_G2S::copy(from + place * HALF * STATE_PITCH, reinterpret_cast<uint64_t*>(&raw), to,
+          cute::SM90_BULK_COPY_G2S::copy(from + half * HALF * STATE_PITCH, reinterpret_cast<uint64_t*>(&raw), to,
                                          BYTES);
         }
         __syncwarp();
@@ -43,7 +52,7 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s, Exchange 
 #pragma unroll 1
       for (int row = lane; row < HALF; row += 32) {
         const char* from =
-            static_cast<const char*>(p.initial_state) + (at + (place * HALF + row) * p.initial_stride[2]) * size;
+            static_cast<const char*>(p.initial_state) + (at + (half * HALF + row) * p.initial_stride[2]) * size;
         cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&raw), to + row * STATE_PITCH * size,
                                        CHANNELS * size);
       }
@@ -59,6 +68,18 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s, Exchange 
       };
       TransactionBarrier &raw_gate = s.raw_gate[ring.stage()], &raw = s.raw[ring.stage()];
       s.full[ring.stage()].wait(use ^ 1);  // then its Kr is done with
+      if constexpr (WITH == PAIRS) {
+        if (!is_own<WITH>(ring.chunk)) {  // V is all that this CTA brings in
+          s.read[ring.stage()].wait(use ^ 1);
+          if (lane == 0) {
+            s.full[ring.stage()].arrive_and_expect_tx(PACKET_BYTES);
+            raw.arrive_and_expect_tx(HALF_BYTES);
+            load(a.v, raw, stage.half[0].v, half_of<WITH>(0), task.value_head, read_once);
+          }
+          __syncwarp();
+          continue;
+        }
+      }
       if (states >> ring.stage() & 1) s.read[ring.stage()].wait(use ^ 1), states ^= 1u << ring.stage();
       if (lane == 0) {
         raw_gate.arrive_and_expect_tx(2 * HALF_BYTES);
@@ -67,9 +88,13 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s, Exchange 
           load(a.g, raw_gate, stage.gate(use, half), half, task.value_head, read_once);
       }
       s.read[ring.stage()].wait(use ^ 1);
+      if constexpr (WITH == PAIRS) s.peer_empty[ring.stage()].wait(use ^ 1);
       if (lane == 0) {
-        const bool queries = makes_output<WITH>(task), values = queries || task.kind == LOCAL;
-        raw.arrive_and_expect_tx((queries ? 6 : values ? 4 : 2) * HALF_BYTES);
+        const bool queries = makes_output<WITH>(task), values = WITH != PAIRS && (queries || task.kind == LOCAL);
+        raw.arrive_and_expect_tx((WITH == PAIRS ? 5 : queries ? 6 : values ? 4 : 2) * HALF_BYTES);
+        if constexpr (WITH == PAIRS) {
+          load(a.v, raw, stage.half[0].v, half_of<WITH>(0), task.value_head, read_once);
+        }
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
           load(a.k, raw, stage.half[half].k, half, task.head, shared_by_group);
@@ -123,7 +148,8 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
     uint32_t next = 0;
     if (const int lane = fresh_lane(); !queries && lane < task.length) next = load_beta(p, task, lane);
 #pragma unroll 1
-    for (int place = places_of_state(task); place > 0; --place, ++ring.chunk) {
+    for (int place = places_of_state<WITH>(task); place > 0; --place, ++ring.chunk) {
+      if (!queries && !is_own<WITH>(ring.chunk)) continue;
       s.raw[ring.stage()].wait(ring.use());
       arrive_warp(s.ready[ring.stage()]);
     }
@@ -131,11 +157,13 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {
       Stage& stage = s.stage[ring.stage()];
       const int lane = fresh_lane(), token = c * TOKENS + lane;
-      s.raw[ring.stage()].wait(ring.use());
+      const bool own = is_own<WITH>(ring.chunk);
+      if (own || queries) s.raw[ring.stage()].wait(ring.use());
       if (!queries) {  // loaded one chunk ahead
-        stage.beta[lane] = token < task.length ? activate_beta(p, next) : 0.0f;
+        if (own) stage.beta[lane] = token < task.length ? activate_beta(p, next) : 0.0f;
         if (token + TOKENS < task.length) next = load_beta(p, task, token + TOKENS);
       }
+      if (!own && !queries) continue;
       if (token >= task.length) {
         if (!queries) s.raw_gate[ring.stage()].wait(ring.use());
         constexpr uint32_t minus_infinity = 0xff80ff80;  // two in bf16
@@ -145,16 +173,16 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
         for (int i = 0; i < 16; ++i) {
           auto& half = stage.half[i / 8];
           const int at = swizzled(lane, i % 8);
-          *reinterpret_cast<uint4*>((queries ? half.q : half.k) + at) = zero;
+          if (own) *reinterpret_cast<uint4*>((queries ? half.q : half.k) + at) = zero;
           *reinterpret_cast<uint4*>((queries ? half.v : stage.gate(ring.use(), i / 8)) + at) = queries ? zero : gate;
         }
         publish();  // the next bulk copy into this row comes after these stores
       }
       __syncwarp();
       float norm = 1.0f;
-      if (p.use_qk_l2norm && (!queries || makes_output<WITH>(task)))
+      if (p.use_qk_l2norm && own && (!queries || makes_output<WITH>(task)))
         norm = inverse_norm(queries ? stage.half[0].q : stage.half[0].k, lane);
-      (queries ? stage.norm[lane].y : stage.norm[lane].x) = norm;
+      if (own) (queries ? stage.norm[lane].y : stage.norm[lane].x) = norm;
       arrive_warp(s.ready[ring.stage()]);
     }
   };

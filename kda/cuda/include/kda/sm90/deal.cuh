@@ -268,9 +268,15 @@ __device__ __forceinline__ void deal(const Arguments& a, Shared& s) {
   if constexpr (WITH >= SEGMENTS) {
     cut_sequences(a, s);
     __syncthreads();
+    const int ends = N * static_cast<int>(p.HV), grid = gridDim.x;
+    const bool paired = s.cut.first == 0 && 2 * ends <= grid;
     // Not where all find a CTA of their own.
-    sorted = sorted && (N * static_cast<int>(p.HV) + s.middles * static_cast<int>(p.HV) % gridDim.x > gridDim.x);
-    if (threadIdx.x == 0) s.sorted = sorted;
+    sorted = sorted && ends + s.middles * static_cast<int>(p.HV) % grid > grid;
+    if (threadIdx.x == 0) s.sorted = sorted, s.paired = paired;
+    if (paired) {
+      __syncthreads();
+      return;
+    }
   }
   if (sorted) sort_and_balance<WITH>(p, s);
   __syncthreads();

@@ -3,6 +3,7 @@
 #pragma once
 #include "kda/sm90/device.cuh"
 #include "kda/sm90/fold.cuh"
+#include "kda/sm90/pair.cuh"
 #include "kda/sm90/shared.cuh"
 #include "kda/sm90/task.cuh"
 
@@ -129,13 +130,15 @@ __device__ __forceinline__ void invert_chunks(const Arguments& args, Shared& s, 
   uint32_t turns = 0;  // bit g: of group g
   auto invert_task = [&](const Task& task) {
 #pragma unroll 1
-    for (int place = places_of_state(task); place > 0; --place, ++ring.chunk) {
+    for (int place = places_of_state<WITH>(task); place > 0; --place, ++ring.chunk) {
+      if (!is_own<WITH>(ring.chunk)) continue;
       s.raw_gate[ring.stage()].wait(ring.use());
       arrive_warp(s.full[ring.stage()]);
     }
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {
-      const int group = ring.chunk % GROUPS, lane = fresh_lane();
+      if (!is_own<WITH>(ring.chunk)) continue;
+      const int group = group_of<WITH>(ring.chunk), lane = fresh_lane();
       Stage& stage = s.stage[ring.stage()];
       s.lower_full[group].wait(turns >> group & 1);
       turns ^= 1u << group;
@@ -147,6 +150,10 @@ __device__ __forceinline__ void invert_chunks(const Arguments& args, Shared& s, 
       if (makes_output<WITH>(task)) {
         fold_queries<FP16>(stage.aq, s.inverse[group], args.anchor, lane);
         publish();
+        if constexpr (WITH == PAIRS) {
+          __syncwarp();
+          if (lane == 0) send(stage.aq, sizeof(stage.aq), s.full[ring.stage()]);
+        }
       }
       arrive_warp(s.full[ring.stage()]);
     }

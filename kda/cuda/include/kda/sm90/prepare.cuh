@@ -22,6 +22,7 @@
 #include "kda/sm90/device.cuh"
 #include "kda/sm90/fold.cuh"
 #include "kda/sm90/inverse.cuh"
+#include "kda/sm90/pair.cuh"
 #include "kda/sm90/shared.cuh"
 #include "kda/sm90/task.cuh"
 
@@ -92,7 +93,7 @@ __device__ __forceinline__ void store_queries(const float (&d)[16], float exact,
   }
 }
 
-/// The chunks of one group of producers: `group`, `group + GROUPS`, ... of this CTA's.
+/// The chunks of one group of producers: every other of this CTA's.
 template <Features WITH>
 struct Chunks {
   const Arguments& a;
@@ -109,8 +110,8 @@ struct Chunks {
     while (ring.chunk >= end) {
       Task task;
       if (!next_task<WITH>(a, s, place, task)) return false;
-      const int places = places_of_state(task);
-      ring.chunk = uniform(ring.chunk < end + places ? ring.chunk + GROUPS : ring.chunk);
+      const int places = places_of_state<WITH>(task);
+      ring.chunk = uniform(ring.chunk < end + places ? ring.chunk + STEP<WITH> : ring.chunk);
       end += places + task.chunks(), tail_tokens = task.length % TOKENS, value_head = task.value_head;
     }
     return true;
@@ -129,14 +130,14 @@ template <bool FP16, Features WITH, class Exchange>
 __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int group, Exchange exchange) {
   const kda_fwd_params& p = args.p;
   const int warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
-  Chunks<WITH> chunks{args, s, Ring{static_cast<uint32_t>(group)}};
+  Chunks<WITH> chunks{args, s, Ring{first_place<WITH>(group)}};
   Ring seen = chunks.ring;  // the place after the last chunk's
 
   // Places of states are waited for and handed back as those of chunks are: a wait tells a barrier's phase from the one
   // before it, not from the one before that.
   auto pass = [&](uint32_t end) {
 #pragma unroll 1
-    for (; seen.chunk < end; seen.chunk += GROUPS) {
+    for (; seen.chunk < end; seen.chunk += STEP<WITH>) {
       s.raw_gate[seen.stage()].wait(seen.use());
       s.ready[seen.stage()].wait(seen.use());
       arrive_warp(s.full[seen.stage()]);
@@ -147,6 +148,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     Stage& stage = s.stage[ring.stage()];
     s.raw_gate[ring.stage()].wait(ring.use());
     s.empty[ring.stage()].wait(ring.use() ^ 1);  // `late` was the last chunk's Ak
+    if constexpr (WITH == PAIRS) s.peer_empty[ring.stage()].wait(ring.use() ^ 1);
     if (chunks.is_tail()) s.ready[ring.stage()].wait(ring.use());
     const int lane = fresh_lane();
     sum_gates(stage, ring.use(), s.sum[group], s.offset[group][32 * warp + lane], s.slope[group][32 * warp + lane],
@@ -164,7 +166,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
       gates();
     }
     const Ring ring = chunks.ring;
-    chunks.ring.chunk += GROUPS;
+    chunks.ring.chunk += STEP<WITH>;
     Stage& stage = s.stage[ring.stage()];
     const int lane = fresh_lane();
     cutlass::arch::NamedBarrier::sync(128, group);
@@ -197,15 +199,20 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     const int position = chunks.place.position;
     more = chunks.seek();
     // Not into another task, whose constants take long to load, and whose chunk may need this one's place.
-    ahead = more && chunks.place.position == position;
+    // In a pair neither: a group's next chunk has this one's place.
+    ahead = WITH != PAIRS && more && chunks.place.position == position;
     if (ahead) gates();
 
     s.inverse_full[group].wait(turn);
     turn ^= 1;
     fold_keys<FP16>(stage, ring.use(), s.inverse[group], warp, lane);
     publish();
+    if constexpr (WITH == PAIRS) {
+      cutlass::arch::NamedBarrier::sync(128, group);
+      if (warp == 0 && fresh_lane() == 0) send_keys(s, ring);
+    }
     arrive_warp(s.full[ring.stage()]);
-    seen.chunk = ring.chunk + GROUPS;
+    seen.chunk = ring.chunk + STEP<WITH>;
   };
 #pragma unroll 1
   for (chunks.place.exchanged = WITH < SEGMENTS;; chunks.place.exchanged = true) {

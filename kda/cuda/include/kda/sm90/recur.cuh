@@ -8,6 +8,7 @@
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "kda/sm90/device.cuh"
+#include "kda/sm90/pair.cuh"
 #include "kda/sm90/shared.cuh"
 #include "kda/sm90/state.cuh"
 #include "kda/sm90/task.cuh"
@@ -74,7 +75,7 @@ __device__ __forceinline__ void store_output(Shared& s, uint32_t chunk, int grou
 /// of a task can have such rows.
 template <bool LAST>
 __device__ __forceinline__ void send_output(const Arguments& a, Shared& s, const Task& task, uint32_t chunk, int c,
-                                            int group) {
+                                            int group, int half) {
   const kda_fwd_params& p = a.p;
   const char* o = s.o[chunk % 2].half[group];
   const int t = task.start + c * TOKENS, thread = threadIdx.x % 128;
@@ -84,13 +85,13 @@ __device__ __forceinline__ void send_output(const Arguments& a, Shared& s, const
   const int rows = LAST ? task.length - c * TOKENS : TOKENS;
   if (rows >= TOKENS) {
     if (thread == 0) {
-      cute::SM90_TMA_STORE_4D::copy(&a.out, o, group * HALF, task.value_head, t, task.row);
+      cute::SM90_TMA_STORE_4D::copy(&a.out, o, half * HALF, task.value_head, t, task.row);
       cute::tma_store_arrive();
     }
     return;
   }
-  auto* out = static_cast<__nv_bfloat16*>(p.out) + task.row * p.out_stride[0] + task.value_head * p.out_stride[2] +
-              group * HALF;
+  auto* out =
+      static_cast<__nv_bfloat16*>(p.out) + task.row * p.out_stride[0] + task.value_head * p.out_stride[2] + half * HALF;
 #pragma unroll 1
   for (int i = thread; i < rows * 8; i += 128) {
     const int row = i / 8, vector = i % 8;
@@ -104,7 +105,8 @@ template <Features WITH, class Exchange>
 __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int group, Exchange exchange) {
   using namespace cute::SM90::GMMA;
   const kda_fwd_params& p = args.p;
-  const int warp = threadIdx.x % 128 / 32, first_row = group * HALF + warp * 16;
+  if (WITH == PAIRS && group != 0) return;
+  const int warp = threadIdx.x % 128 / 32, half = half_of<WITH>(group), first_row = half * HALF + warp * 16;
   const float down = power_of_two(-CARRIED), up = power_of_two(CARRIED);
   Ring ring;
   State state;
@@ -123,6 +125,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
     do {
       Stage& stage = s.stage[ring.stage()];
       s.full[ring.stage()].wait(ring.use());
+      if (!is_own<WITH>(ring.chunk)) s.ready[ring.stage()].wait(ring.use());  // V beyond the end is made harmless here
 
       float d[OUTPUT ? 32 : 16];  // Kd S, then Qd S
       uint32_t v[2][4];           // V in bf16
@@ -156,7 +159,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       }
       hold(state);
       if constexpr (OUTPUT) {
-        if (begun) send_output<false>(args, s, task, ring.chunk - 1, ring.chunk - 1 - zero, group);
+        if (begun) send_output<false>(args, s, task, ring.chunk - 1, ring.chunk - 1 - zero, group, half);
         begun = true;
       }
       cute::warpgroup_wait<0>();
@@ -198,6 +201,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
         cute::warpgroup_wait<0>();
         hold(o);
         arrive_warp(s.empty[ring.stage()]);
+        arrive_peer<WITH>(s, ring);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -210,7 +214,7 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
     } while (++ring.chunk != end);
     if constexpr (OUTPUT) {
       store_output(s, ring.chunk - 1, group, lane, vector, done);
-      send_output<true>(args, s, task, ring.chunk - 1, ring.chunk - 1 - zero, group);
+      send_output<true>(args, s, task, ring.chunk - 1, ring.chunk - 1 - zero, group, half);
     }
     keep_state<WITH>(args, task, ring.chunk - zero, first_row, up, state);
   };

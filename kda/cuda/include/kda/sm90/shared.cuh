@@ -107,14 +107,15 @@ struct Shared {
   int order[MOST_SORTED];     // sequences, the longest first
   int rank[MOST_HANDS];       // see deal.cuh
   int balanced;
-  int sorted;                           // with segments
+  int sorted, paired;                   // with segments
   int start[MOST_STARTS];               // first tokens of sequences, and the end of the last one
   TransactionBarrier raw_gate[STAGES];  // g, or the turn of a state
   TransactionBarrier raw[STAGES];       // q, k and v, or half of a state
   Barrier ready[STAGES];                // norms, beta, and tails
-  Barrier full[STAGES];                 // Kd, Qd, Ak and decay of a group, Aq of the inverse; Kr is done with
+  TransactionBarrier full[STAGES];      // Kd, Qd, Ak and decay of a group, Aq of the inverse; Kr is done with
   Barrier read[STAGES];                 // k, q and v are done with
   Barrier empty[STAGES];                // all of the stage is
+  Barrier peer_empty[STAGES];           // and where it was sent to, see pair.cuh
   Barrier lower_full[GROUPS], inverse_full[GROUPS];
   TransactionBarrier transition[2];  // see chain.cuh
   // How sequences are cut, see deal.cuh.

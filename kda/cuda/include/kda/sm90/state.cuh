@@ -1,6 +1,7 @@
 // States: out of the ring into registers, and from there into memory.
 #pragma once
 #include "kda/sm90/device.cuh"
+#include "kda/sm90/pair.cuh"
 #include "kda/sm90/shared.cuh"
 #include "kda/sm90/task.cuh"
 
@@ -57,7 +58,10 @@ __device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, c
     return;
   }
   const Ring first = ring, own{ring.chunk + group};
-  for (; ring.chunk != first.chunk + GROUPS; ++ring.chunk) s.raw[ring.stage()].wait(ring.use());
+  for (const int places = places_of_state<WITH>(task); ring.chunk != first.chunk + places; ++ring.chunk) {
+    s.raw[ring.stage()].wait(ring.use());
+    if (!is_own<WITH>(ring.chunk)) s.ready[ring.stage()].wait(ring.use());  // as on every use
+  }
   const int lane = fresh_lane(), at = (threadIdx.x % 128 / 32 * 16 + lane / 4) * STATE_PITCH + lane % 4 * 2;
   auto load = [&](auto two) {
     using Two = decltype(two);
@@ -83,6 +87,7 @@ __device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, c
   for (Ring place = first; place.chunk != ring.chunk; ++place.chunk) {
     arrive_warp(s.read[place.stage()]);
     arrive_warp(s.empty[place.stage()]);
+    arrive_peer<WITH>(s, place);
   }
 }
 

@@ -16,6 +16,7 @@ namespace kda::sm90 {
 enum Features {
   PLAIN,
   SLOTS,     // pools and checkpoints
+  PAIRS,     // two CTAs to a task, see pair.cuh; not with segments
   SEGMENTS,  // sequences that are cut, see segments.h
 };
 
@@ -121,9 +122,10 @@ __device__ __forceinline__ Task task_of(const kda_fwd_params& p, const Shared& s
   return task;
 }
 
-/// Places in the ring that the initial state takes before a task's chunks: one for each group of consumers.
+/// Places in the ring that the initial state takes before a task's chunks: one for each group of consumers that works.
+template <Features WITH>
 __device__ __forceinline__ int places_of_state(const Task& task) {
-  return task.initial >= 0 && task.length > 0 ? GROUPS : 0;
+  return task.initial >= 0 && task.length > 0 ? (WITH == PAIRS ? 1 : GROUPS) : 0;
 }
 
 /// Chunks from one checkpoint of a sequence to the next.
@@ -164,7 +166,8 @@ __device__ __forceinline__ void cut_out(const Shared& s, Task& task, int i) {
 /// the shortest of the next.
 template <Features WITH>
 __device__ __forceinline__ bool next_whole(const Arguments& a, const Shared& s, int& position, Task& task) {
-  const int grid = gridDim.x, cta = blockIdx.x, HV = static_cast<int>(a.p.HV);
+  constexpr int TOGETHER = WITH == PAIRS ? 2 : 1;  // CTAs that have the same tasks
+  const int grid = gridDim.x / TOGETHER, cta = blockIdx.x / TOGETHER, HV = static_cast<int>(a.p.HV);
   if (s.balanced) {
     const int hands = hands_of(a.p), all = static_cast<int>(a.p.N) * hands;
     while (position < all && s.rank[position] < 0) ++position;
@@ -173,12 +176,12 @@ __device__ __forceinline__ bool next_whole(const Arguments& a, const Shared& s, 
     ++position;
     return true;
   }
-  const bool back = a.sorted && position % 2;
+  const bool sorted = WITH != PAIRS && a.sorted, back = sorted && position % 2;
   const int64_t index = int64_t{position} * grid + (back ? grid - 1 - cta : cta);
   if (index >= a.tasks) return false;
   ++position;
   const int sequence = static_cast<int>(index) / HV;
-  task = task_of<WITH>(a.p, s, a.sorted ? s.order[sequence] : sequence, static_cast<int>(index) % HV);
+  task = task_of<WITH>(a.p, s, sorted ? s.order[sequence] : sequence, static_cast<int>(index) % HV);
   return true;
 }
 
