@@ -98,10 +98,10 @@ def rows(capability: int, bf16: bool, K: int, tiles: Tiles) -> list[tuple[str, A
         INVERSE=math.FP16 if bf16 else math.FP32,
         TWO_TERMS=not bf16,
     )
-    anchored = dict(prepare, BK=min(K, ANCHORED_K), ANCHORED=True, GATE=math.BOUNDED)
+    anchored = dict(prepare, BK=K, ANCHORED=True, GATE=math.BOUNDED)
     recur = dict(common, KP=K, BV=tiles.block_v, SPLIT=False, LOCAL=False, CHECKPOINTS=False)
     merge = {"BK": min(K, MERGE_TILE // K), "KP": K, "BV": MERGE_V, "VARLEN": True, "INTERPRET": False}
-    first = {"prepare": prepare, "prepare, anchored": anchored} if bf16 else {"prepare": prepare}
+    first = {"prepare": prepare, "prepare, anchored": anchored} if bf16 and K <= ANCHORED_K else {"prepare": prepare}
     second = {"recur": recur, "recur, checkpoints": dict(recur, CHECKPOINTS=True)}
     if K >= 128:  # where room is scarce
         second["recur, local"] = dict(recur, SPLIT=True, LOCAL=True)

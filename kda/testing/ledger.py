@@ -168,6 +168,22 @@ LEDGER: tuple[Entry, ...] = (
         "the refusal of two writes to a slot named write_indices, which was not given",
         "the first fuzz of refusals",
     ),
+    Entry(
+        Case(
+            lengths=(96,),
+            K=256,
+            V=1,
+            A_log=False,
+            dt_bias=False,
+            beta="saturated",
+            initial_state=False,
+            use_qk_l2norm=False,
+            use_beta_sigmoid=False,
+            seed=2,
+        ),
+        "a chunk of more than 128 channels anchored by constants: a small channel's state lost on an H200",
+        "the commit after 9bef755",
+    ),
 )
 
 

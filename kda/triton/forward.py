@@ -14,7 +14,6 @@ from kda.problem import TENSORS, Apart, Facts, GateKind, Output, Problem, with_b
 from kda.streams import current_stream
 from kda.triton import math, split
 from kda.triton.config import (
-    ANCHORED_K,
     BLOCK,
     MERGE_TILE,
     MERGE_V,
@@ -191,7 +190,7 @@ def fwd(problem: Problem) -> Output:
                 ),
                 dict(
                     common,
-                    BK=config.block_k if anchored is None else min(KP, ANCHORED_K),
+                    BK=config.block_k if anchored is None else KP,
                     ANCHORED=anchored is not None,
                     LEVELS=TOKENS.bit_length() - 1,
                     GATE=GATES[facts.gate],
