@@ -17,7 +17,7 @@ from kda.problem import Facts
 from kda.testing import pool
 from kda.testing.cases import NAMED, Case, PoolCase
 from kda.testing.judge import check, facts_of
-from kda.triton import split
+from kda.triton import forward, split
 from kda.triton.split import Split, estimate, places
 
 #: Processors of an H200.
@@ -207,3 +207,28 @@ def test_a_segment_is_the_call_on_it(impl: str, monkeypatch: pytest.MonkeyPatch)
     assert not torch.equal(pieces.o, whole.o)
     torch.testing.assert_close(pieces.o, whole.o, rtol=0.05, atol=0.02)
     assert device(impl) == pieces.o.device.type
+
+
+@pytest.mark.parametrize("impl", kernels(but="cuda"))
+def test_states_are_updated_in_place_although_ends_may_come_first(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of a last segment may write the final state before that of the first has begun its second walk."""
+    made = cut(monkeypatch, CHUNK)
+    args = test_laws.call(Case(lengths=(200, 30, 0, 130), decay="slow", H=2), impl)
+    expected = kda.fwd(**args)
+    states, launched = args["initial_state"].clone(), []
+    original = forward.launch
+
+    def early(kernel: object, *rest: object, **options: object) -> object:
+        constants = rest[3]
+        if constants.get("LOCAL") is False:  # type: ignore[attr-defined]
+            launched.append(kernel)
+            states[[0, 3]] = torch.nan  # the two that are cut
+        return original(kernel, *rest, **options)
+
+    monkeypatch.setattr(forward, "launch", early)
+    dispatch.forget()
+    result = kda.fwd(**{**args, "initial_state": states, "final_state": states})
+    assert made
+    assert len(launched) == 1
+    assert torch.equal(result.o, expected.o)
+    assert torch.equal(states, expected.final_state)  # type: ignore[arg-type]

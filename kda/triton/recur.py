@@ -164,17 +164,21 @@ def recur_kernel(
     step = tl.zeros((), tl.int64) + C
     in_state = in_v[:, None] & in_k[None, :]
     S = tl.zeros((BV, KP), tl.float32)
-    if SPLIT and piece > 0:
-        if LOCAL:
-            S = tl.where(is_transition & (w[:, None] == d[None, :]), 1.0, 0.0)
-        else:
-            before = (place - 1).to(tl.int64) * HV
-            S = tl.load(_state_at(local, before, V * K, V * K, K, 1, hv, w, d), mask=in_state, other=0.0)
+    # The end of the last segment is needed by none, so its place keeps the state that the first began with: where
+    # states are updated in place another program may have written over it before the second walk begins.
+    spare = (place + pieces - 1).to(tl.int64) * HV
+    if LOCAL and piece > 0:
+        S = tl.where(is_transition & (w[:, None] == d[None, :]), 1.0, 0.0)
+    elif SPLIT and not LOCAL and pieces > 1:
+        before = tl.where(piece > 0, (place - 1).to(tl.int64) * HV, spare)
+        S = tl.load(_state_at(local, before, V * K, V * K, K, 1, hv, w, d), mask=in_state, other=0.0)
     else:
         zero = tl.load(fresh + n.to(tl.int64) * fresh_n, mask=has_fresh != 0, other=0) != 0
         if (has_initial != 0) & (read >= 0) & (zero == 0):
             at = _state_at(initial, read, i_n, i_h, i_v, i_k, hv, w, d)
             S = tl.load(at, mask=in_state, other=0.0).to(tl.float32)
+        if LOCAL:
+            tl.store(_state_at(local, spare, V * K, V * K, K, 1, hv, w, d), S, mask=in_state)
 
     e = tl.load(decay + d, mask=in_work, other=0.0)
     # Values come by a product, exactly: a load for products is made chunks ahead, one for registers is waited for.

@@ -1,7 +1,8 @@
 """The only place that may say "your input is wrong". Messages: the argument, what was expected, what came, a hint.
 
 `require` has the requirements on one argument, `memory` those on buffers, `inputs` what all calls share; `fwd`, `pool`
-and `layouts` put them together for `kda.fwd`, `kda.step` and `kda.convert`.
+and `layouts` put them together for `kda.fwd`, `kda.step` and `kda.convert`, `transitions` and `ranks` for
+`kda.transition` and `kda.distributed`, which import them themselves.
 """
 
 from kda.validate.fwd import contents, forward, state_contents

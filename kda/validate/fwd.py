@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from kda.environment import switched_on
 from kda.numerics import CHUNK
 from kda.problem import GateKind, Layout, Problem, computed_in
 from kda.validate.inputs import Inputs, check_inputs
-from kda.validate.layouts import offsets
+from kda.validate.layouts import in_order, offsets
 from kda.validate.memory import require_buffers, same
 from kda.validate.pool import (
     begun,
@@ -87,17 +85,7 @@ def contents(
     if not looks_at_contents(q):
         return
     if cu_seqlens is not None:
-        offsets = cu_seqlens.tolist()
-        if offsets[0] != 0:
-            raise ValueError(f"cu_seqlens: expected to start with 0, got {offsets[0]}; prepend a 0")
-        for n, (start, stop) in enumerate(pairwise(offsets)):
-            if stop < start:
-                raise ValueError(
-                    f"cu_seqlens: expected not to decrease, got {start} then {stop} at index {n + 1}; "
-                    "it holds cumulative offsets, not lengths"
-                )
-        if offsets[-1] > q.shape[1]:
-            raise ValueError(f"cu_seqlens: expected to end at most at T = {q.shape[1]}, got {offsets[-1]}")
+        in_order(cu_seqlens.tolist(), q.shape[1])
     if kind is not GateKind.GIVEN or not switched_on("KDA_CHECK"):
         return
     if (worst := _above_zero(g, cu_seqlens, state_indices)) is not None:

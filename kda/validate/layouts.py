@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -46,3 +48,17 @@ def offsets(value: Tensor) -> None:
         raise ValueError(
             f"cu_seqlens: expected shape [N + 1], got {list(value.shape)}; it starts with 0 and ends each sequence"
         )
+
+
+def in_order(found: list[int], tokens: int) -> None:
+    """What cu_seqlens holds, for so many tokens."""
+    if found[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to start with 0, got {found[0]}; prepend a 0")
+    for n, (start, stop) in enumerate(pairwise(found)):
+        if stop < start:
+            raise ValueError(
+                f"cu_seqlens: expected not to decrease, got {start} then {stop} at index {n + 1}; "
+                "it holds cumulative offsets, not lengths"
+            )
+    if found[-1] > tokens:
+        raise ValueError(f"cu_seqlens: expected to end at most at T = {tokens}, got {found[-1]}")

@@ -111,9 +111,9 @@ __device__ __forceinline__ void carry_states(const Arguments& a, Shared& s) {
   publish();  // the ring's copies come after these stores
 }
 
-/// How often CTAs of this device have come to wait for one another. A launch has as many as there are multiprocessors
-/// and waits an even number of times, so what it finds is a multiple of that; and no two launches wait at the same
-/// time, because each has all of the shared memory.
+/// How often CTAs of this device have come to wait for one another. Every launch that does has as many, one for each
+/// multiprocessor (but for an odd one), and waits twice, so what it finds is a multiple of that; and no two launches
+/// wait at the same time, because a CTA has all of a multiprocessor's shared memory.
 __device__ unsigned long long arrivals;
 
 /// Waits until all CTAs of the launch, which is a cooperative one, are here; by all threads.
