@@ -19,7 +19,7 @@ def switched_on(name: str) -> bool:
 def segments() -> tuple[int, int] | None:
     """Tokens of a sequence's first segment and of its next ones, from KDA_SEGMENTS ("128,64"); None if it is not set.
 
-    For tests and measurements, in place of what an implementation finds best. Raises ValueError for other texts.
+    For tests and measurements of `cuda`, in place of what it finds best. Raises ValueError for other texts.
     """
     text = os.environ.get("KDA_SEGMENTS", "")
     if not text:
