@@ -5,6 +5,7 @@ Ranks are threads here, with nothing but the exchange between them, and in the l
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -437,3 +438,21 @@ def test_processes_over_gloo(count: int, tmp_path: Path) -> None:
         assert result["not in the part"].startswith("TypeError: group: expected a torch.distributed.ProcessGroup that")
     assert {result["told"] for result in results} == {results[0]["told"]}
     assert results[0]["told"].startswith("ValueError: split_sizes: expected the same on every rank")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none and then Gloo on the CPU")
+def test_against_one_device() -> None:
+    """Two ranks as torchrun starts them: over NCCL where there are GPUs for them."""
+    program = HERE / "nccl_program.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {row["rank"] for row in rows} == {0, 1}
+    for row in rows:
+        assert row["repeats"], row
+        assert row.get("bits", True), row
+        assert max(row["o"], row.get("state", 0.0)) < 1e-2, row
+    assert max(row.get("o_if_forgotten", 0.0) for row in rows) > 0.1  # so the agreement means something
