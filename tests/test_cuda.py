@@ -16,6 +16,7 @@ from torch import Tensor
 import kda
 import kda.cuda.fwd
 import kda.cuda.launch
+import kda.devices
 from kda import api, dispatch, plan, validate
 from kda.cuda import library
 from kda.cuda.params import FwdParams, StepParams
@@ -213,7 +214,6 @@ def test_the_device_of_the_tensors_is_the_current_one_at_the_launch(
     record: Recorder, monkeypatch: pytest.MonkeyPatch, current: int, raw: bool
 ) -> None:
     """With q on device 1: entered where another is current, its stream asked for, and left again."""
-    from kda import streams
     from kda.cuda import fwd
 
     events: list[object] = []
@@ -242,10 +242,10 @@ def test_the_device_of_the_tensors_is_the_current_one_at_the_launch(
     monkeypatch.setattr(torch.cuda, "device", Entered)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(
-        streams, "_raw_stream", (lambda index: Stream(torch.device("cuda", index)).cuda_stream) if raw else None
+        kda.devices, "_raw_stream", (lambda index: Stream(torch.device("cuda", index)).cuda_stream) if raw else None
     )
-    monkeypatch.setattr(streams, "_raw_device", (lambda: devices[-1]) if raw else None)
-    monkeypatch.setattr(kda.cuda.launch, "current_stream", streams.current_stream)
+    monkeypatch.setattr(kda.devices, "_raw_device", (lambda: devices[-1]) if raw else None)
+    monkeypatch.setattr(kda.cuda.launch, "current_stream", kda.devices.current_stream)
     problem = api.gather(**arguments(within_hopper(Case(lengths=(5,)))))[0]
     on_other = type(
         "OnOther", (), {"device": torch.device("cuda", 1), "__getattr__": lambda _, name: getattr(problem.q, name)}

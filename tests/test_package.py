@@ -160,7 +160,7 @@ FRAME = {
     "kda.transitions": 5,
 }
 #: What implementations may import.
-SHARED = {"kda.problem", "kda.numerics", "kda.gate", "kda.streams", "kda.environment"}
+SHARED = {"kda.problem", "kda.numerics", "kda.gate", "kda.devices", "kda.environment"}
 TOOLS = ("kda.testing", "kda.bench", "kda.cli", "kda.__main__")
 #: For callers of other libraries, and for many processes: they stand on the frame, and nothing stands on them.
 DOORS = ("kda.convert", "kda.integrations", "kda.distributed")

@@ -13,6 +13,7 @@ from kda import environment
 from kda.cuda import library
 from kda.cuda.launch import launch
 from kda.cuda.params import DTYPES, FwdParams, describe
+from kda.devices import multiprocessors
 from kda.numerics import SM90_TOKENS
 from kda.problem import TENSORS, Facts, Output, Problem, with_buffers
 
@@ -39,11 +40,6 @@ class Known(NamedTuple):
         workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
         address = 0 if workspace is None else workspace.data_ptr()
         return _ADDRESSES.pack(*tensors, address) + self.parameters, workspace
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _parameters(problem: Problem, tensors: dict[str, Tensor | None]) -> FwdParams:

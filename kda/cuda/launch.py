@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from kda.cuda import library
-from kda.streams import current_stream
+from kda.devices import current_stream
 
 
 def launch(function: Callable[[bytes, int, bool], int], parameters: bytes, device: torch.device, careful: bool) -> bool:

@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
+from kda.devices import current_stream, multiprocessors
 from kda.problem import TENSORS, Apart, Facts, GateKind, Output, Problem, with_buffers
-from kda.streams import current_stream
 from kda.triton import math, split
 from kda.triton.config import (
     BLOCK,
@@ -108,11 +108,6 @@ class Repeated(NamedTuple):
     recur: Launch
 
 
-def processors(device: torch.device) -> int:
-    """Of a GPU; none where the kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-
-
 def fwd(problem: Problem) -> Output:
     """`kda.fwd` in two kernels, or four where the chain is cut."""
     facts = problem.facts
@@ -136,7 +131,7 @@ def fwd(problem: Problem) -> Output:
 
     KW = triton.cdiv(K, 16) * 16  # rows of whole vectors, whatever K is
     KP = power_of_two(K)
-    cut = split.plan(facts, processors(q.device))
+    cut = split.plan(facts, multiprocessors(q.device))
     space = workspace(facts, blocks, KW, cut)
     parts = space.tensors(space.allocate(q.device))
     decay = parts["decay"]

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda.devices import current_stream
 from kda.problem import STEP_TENSORS, Apart, Mark, StepProblem, new_output
-from kda.streams import current_stream
 from kda.triton.config import power_of_two
 from kda.triton.forward import GATES, strides
 from kda.triton.launch import aligned, launch

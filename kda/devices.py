@@ -1,6 +1,7 @@
-"""Streams, as launches that are made every few microseconds need them.
+"""What launches ask of a device: its current stream and its size.
 
-By the calls of torch's own generated code, which make no objects and look for no device that is there already.
+The stream, which launches made every few microseconds need, by the calls of torch's own generated code: they make no
+objects and look for no device that is there already.
 """
 
 from __future__ import annotations
@@ -21,3 +22,8 @@ def current_stream(device: torch.device) -> int | None:
         return torch.cuda.current_stream(device).cuda_stream if same else None
     index = device.index
     return _raw_stream(index) if _raw_device() == index else None
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 0 for another device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
