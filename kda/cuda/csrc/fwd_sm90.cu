@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
     reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal they stay zero
   }
   clear_upper(s, threadIdx.x, THREADS);
+  publish();
   if constexpr (WITH < SEGMENTS) init_barriers<WITH>(s);
   __syncthreads();
   sync_pair<WITH>();
@@ -189,7 +190,7 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
     args.cut = {p->first_segment, p->segment};
     if (p->cu_seqlens == nullptr) {
       Batch batch;
-      batch.add(args.cut, static_cast<int>((p->T + TOKENS - 1) / TOKENS), static_cast<int>(p->N));
+      batch.add(args.cut, chunks_of(p->T), static_cast<int>(p->N));
       args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), grid);
     }
     args.states = static_cast<float*>(p->workspace);
@@ -228,7 +229,7 @@ void plan(kda_fwd_params& p, int multiprocessors) {
     return;
   if (p.N * p.HV > MOST_WHOLES * multiprocessors) return;
   const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV);
-  const int chunks = static_cast<int>((p.T + TOKENS - 1) / TOKENS), most_slots = MOST_SEGMENTS * multiprocessors / HV;
+  const int chunks = chunks_of(p.T), most_slots = MOST_SEGMENTS * multiprocessors / HV;
   if (p.cu_seqlens == nullptr) {
     if (cut.first == 0) cut = cut_of_equals(N, chunks, HV, multiprocessors, most_slots);
     Batch b;

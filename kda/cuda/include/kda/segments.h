@@ -126,6 +126,9 @@ KDA_BOTH int64_t duration(const Batch& b, Cut cut, const Deal& deal, int HV, int
   return time;
 }
 
+/// What a cut must be predicted to take less than, where whole sequences take `time`.
+KDA_BOTH int64_t to_beat(int64_t time) { return time * (100 - GAIN_PERCENT) / 100; }
+
 /// Whether a cut can gain anything at all, for less than it takes to look at them: `chunks` in all, of one head. Where
 /// there are middles, parts of a sequence take at least one and a half times as long as all of it.
 KDA_BOTH bool may_gain(int longest, int chunks, int sequences, int HV, int CTAs) {
@@ -152,7 +155,7 @@ KDA_BOTH Cut cut_of_equals(int N, int chunks, int HV, int CTAs, int slots) {
   if (N > MOST_CUT_SEQUENCES) return best;
   Batch whole;
   whole.add(best, chunks, N);
-  int64_t time = duration(whole, best, deal_of(whole, best, HV, CTAs), HV, CTAs) * (100 - GAIN_PERCENT) / 100;
+  int64_t time = to_beat(duration(whole, best, deal_of(whole, best, HV, CTAs), HV, CTAs));
   for (int i = 1; i < CANDIDATES; ++i) {
     const Cut cut = candidate(i, chunks);
     Batch b;

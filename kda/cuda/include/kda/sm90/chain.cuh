@@ -26,7 +26,7 @@ __device__ __forceinline__ void put_pair(__nv_bfloat16 (&rows)[2][ROWS_OF_CHAIN]
                                          float2 x) {
   const uint32_t first = pack(x.x, x.y);
   *reinterpret_cast<uint32_t*>(&rows[0][row][column]) = first;
-  *reinterpret_cast<uint32_t*>(&rows[1][row][column]) = pack(x.x - low(first), x.y - high(first));
+  *reinterpret_cast<uint32_t*>(&rows[1][row][column]) = pack_rest(first, x.x, x.y);
 }
 
 /// By the consumers. A task has ROWS_OF_CHAIN columns of V of one head through all of a sequence's middles. Transposed,

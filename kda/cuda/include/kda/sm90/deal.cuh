@@ -158,7 +158,7 @@ __device__ __forceinline__ void cut_sequences(const Arguments& a, Shared& s) {
     if (whole ? i == 0 : b.slots() <= p.segment_slots) {
       cuts.deal[i] = deal_of(b, cut, HV, grid);
       int64_t time = duration(b, cut, cuts.deal[i], HV, grid);
-      if (whole) time = time * (100 - GAIN_PERCENT) / 100;
+      if (whole) time = to_beat(time);
       atomicMin(&s.fastest, static_cast<unsigned long long>(time) * 128 + i);
     }
   }

@@ -54,15 +54,20 @@ __device__ __forceinline__ uint32_t pack16(float low, float high) {
   return y;
 }
 
+__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+/// What `first`, two floats packed, lacks of them, packed: the second of two terms.
+__device__ __forceinline__ uint32_t pack_rest(uint32_t first, float x, float y) {
+  return pack(x - low(first), y - high(first));
+}
+
 /// Products of two pairs in bf16.
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t y;
   asm("mul.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
-
-__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 /// What lies at an address of shared memory, as those instructions have it that need no more than 32 bits.
 template <class T>

@@ -35,7 +35,7 @@ __device__ __forceinline__ void put_quarter(TwoTerms<DISTANCE>* to, const float4
   const uint2 high = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
   to->high = high;
   *reinterpret_cast<uint2*>(reinterpret_cast<char*>(to) + DISTANCE) =
-      make_uint2(pack(x.x - low(high.x), x.y - sm90::high(high.x)), pack(x.z - low(high.y), x.w - sm90::high(high.y)));
+      make_uint2(pack_rest(high.x, x.x, x.y), pack_rest(high.y, x.z, x.w));
 }
 
 /// Entry i of some slots' numbers; -1 for what is none of `slots`.

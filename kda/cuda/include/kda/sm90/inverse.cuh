@@ -90,7 +90,7 @@ constexpr int TERMS = FP16 ? 1 : 2;
 template <bool FP16>
 __device__ __forceinline__ void split(uint32_t (&y)[TERMS<FP16>], float first, float second) {
   y[0] = pack16<FP16>(first, second);
-  if constexpr (!FP16) y[1] = pack(first - low(y[0]), second - high(y[0]));
+  if constexpr (!FP16) y[1] = pack_rest(y[0], first, second);
 }
 
 /// The block below: of Ab = (A 0; -B T A  B), where T is that of Kd Ki^T (L is diag(beta) Kd Ki^T, and B has its beta).

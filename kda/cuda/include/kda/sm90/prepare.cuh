@@ -129,6 +129,9 @@ struct Chunks {
 template <bool FP16, Features WITH, class Exchange>
 __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int group, Exchange exchange) {
   const kda_fwd_params& p = args.p;
+  // Whether gates of the next chunk are summed while this one's triangle is inverted. Of a pair the next one has this
+  // one's place.
+  constexpr bool AHEAD = WITH != PAIRS;
   const int warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
   Chunks<WITH> chunks{args, s, Ring{first_place<WITH>(group)}};
   Ring seen = chunks.ring;  // the place after the last chunk's
@@ -156,12 +159,14 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
   };
 
   uint32_t turn = 0;
-  auto chunk = [&](bool& more, bool& ahead) {
-    if (!ahead) {
+  auto chunk = [&](bool& more, bool& fresh) {
+    if (fresh) {
       const int lane = fresh_lane(), thread = 32 * warp + lane;
       const float slope = slope_of(p, chunks.head());
       s.slope[group][thread] = slope;
       s.offset[group][thread] = offsets_of(p, slope, chunks.head(), 4 * lane);
+    }
+    if (!AHEAD || fresh) {
       pass(chunks.ring.chunk);
       gates();
     }
@@ -199,9 +204,8 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     const int position = chunks.place.position;
     more = chunks.seek();
     // Not into another task, whose constants take long to load, and whose chunk may need this one's place.
-    // In a pair neither: a group's next chunk has this one's place.
-    ahead = WITH != PAIRS && more && chunks.place.position == position;
-    if (ahead) gates();
+    fresh = chunks.place.position != position;
+    if (AHEAD && more && !fresh) gates();
 
     s.inverse_full[group].wait(turn);
     turn ^= 1;
@@ -217,7 +221,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
 #pragma unroll 1
   for (chunks.place.exchanged = WITH < SEGMENTS;; chunks.place.exchanged = true) {
 #pragma unroll 1
-    for (bool more = chunks.seek(), ahead = false; more;) chunk(more, ahead);
+    for (bool more = chunks.seek(), fresh = true; more;) chunk(more, fresh);
     pass(chunks.end);
     if (chunks.place.exchanged) break;
     if (s.cut.first > 0) exchange();

@@ -70,6 +70,12 @@ static_assert(HALF * STATE_PITCH * sizeof(float) <= sizeof(Stage{}.half));
 
 constexpr int HALF_STRIDE = sizeof(Stage{}.half[0]);  // bytes from one half of a tile to the other
 
+/// Chunks that some tokens of a sequence take.
+template <class Tokens>
+KDA_BOTH int chunks_of(Tokens tokens) {
+  return static_cast<int>((tokens + TOKENS - 1) / TOKENS);
+}
+
 /// What a task makes of its tokens.
 enum Kind : uint8_t {
   OUTPUT,      // o, and the state after them
@@ -88,7 +94,7 @@ struct Task {
   Kind kind;
   bool carried;  // `initial` is a slot of theirs
 
-  __device__ int chunks() const { return (length + TOKENS - 1) / TOKENS; }
+  __device__ int chunks() const { return chunks_of(length); }
 };
 
 struct Shared {

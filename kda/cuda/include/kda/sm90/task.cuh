@@ -37,8 +37,6 @@ struct Arguments {
   int64_t transition_stride[3];  // of transitions, of one term
 };
 
-__device__ __forceinline__ int chunks_of(int length) { return (length + TOKENS - 1) / TOKENS; }
-
 /// Whether o is asked for: known to the compiler where there are no segments.
 template <Features WITH>
 __device__ __forceinline__ bool makes_output(const Task& task) {
