@@ -23,8 +23,6 @@
 namespace kda::sm90 {
 namespace {
 
-constexpr int THREADS = 640;
-
 template <Features WITH>
 __device__ __forceinline__ void init_barriers(Shared& s) {
   if (threadIdx.x != 0) return;

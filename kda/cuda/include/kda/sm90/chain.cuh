@@ -116,16 +116,19 @@ __device__ __forceinline__ void carry_states(const Arguments& a, Shared& s) {
 /// wait at the same time, because a CTA has all of a multiprocessor's shared memory.
 __device__ unsigned long long arrivals;
 
+/// All threads, from wherever their roles are: not __syncthreads, which all must come to in the same place.
+__device__ __forceinline__ void sync_roles() { cutlass::arch::NamedBarrier::sync(THREADS, 2 * GROUPS + 1); }
+
 /// Waits until all CTAs of the launch, which is a cooperative one, are here; by all threads.
 __device__ __forceinline__ void sync_grid() {
-  __syncthreads();
+  sync_roles();
   if (threadIdx.x == 0) {
     __threadfence();
     const unsigned long long all = gridDim.x, own = atomicAdd(&arrivals, 1ull), last = (own / all + 1) * all;
     while (*static_cast<volatile unsigned long long*>(&arrivals) < last) __nanosleep(20);
     __threadfence();
   }
-  __syncthreads();
+  sync_roles();
 }
 
 /// Waits until all CTAs have done what comes before the last round, and lets the consumers carry the states on; by all

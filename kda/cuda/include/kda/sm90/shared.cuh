@@ -31,6 +31,7 @@ constexpr int CHANNELS = SM90_CHANNELS;  // K and V
 constexpr int CARRIED = SM90_CARRIED;    // the state is held times 2^-CARRIED, see prepare.cuh
 constexpr int HALF = 64;                 // channels in one half of a tile
 constexpr int HALF_BYTES = TOKENS * HALF * 2;
+constexpr int THREADS = 640;  // of a CTA
 constexpr int STAGES = 4;
 constexpr int GROUPS = 2;          // of producers, and of consumers
 constexpr int LOWER_PITCH = 36;    // floats: the 32 elements of a fragment's register meet no bank twice
