@@ -98,10 +98,10 @@ def rows(capability: int, bf16: bool, K: int, tiles: Tiles) -> list[tuple[str, A
         INVERSE=math.FP16 if bf16 else math.FP32,
         TWO_TERMS=not bf16,
     )
-    anchored = dict(prepare, BK=K, ANCHORED=True, GATE=math.BOUNDED)
+    anchored = dict(prepare, BK=min(K, ANCHORED_K), ANCHORED=True, GATE=math.BOUNDED)
     recur = dict(common, KP=K, BV=tiles.block_v, SPLIT=False, LOCAL=False, CHECKPOINTS=False)
     merge = {"BK": min(K, MERGE_TILE // K), "KP": K, "BV": MERGE_V, "VARLEN": True, "INTERPRET": False}
-    first = {"prepare": prepare, "prepare, anchored": anchored} if bf16 and K <= ANCHORED_K else {"prepare": prepare}
+    first = {"prepare": prepare, "prepare, anchored": anchored} if bf16 else {"prepare": prepare}
     second = {"recur": recur, "recur, checkpoints": dict(recur, CHECKPOINTS=True)}
     if K >= 128:  # where room is scarce
         second["recur, local"] = dict(recur, SPLIT=True, LOCAL=True)
@@ -117,7 +117,9 @@ def rows(capability: int, bf16: bool, K: int, tiles: Tiles) -> list[tuple[str, A
 
 
 def main(capability: int, widths: list[int]) -> int:
-    """Print a line per kernel; the exit status counts those that need too much shared memory or specialise a flag."""
+    """Print a line per kernel; the exit status counts those that need too much shared memory, specialise a flag or
+    multiply in fp16.
+    """
     arch = architecture((capability // 10, capability % 10))
     over = 0
     for kernel, flags in (
@@ -134,6 +136,9 @@ def main(capability: int, widths: list[int]) -> int:
         for name, binary in rows(capability, bf16, K, tiles):
             print(f"sm_{capability} {'bf16' if bf16 else 'fp32'} K {K:>3} {name:<20}{resources(binary)}", flush=True)
             over += binary.metadata.shared > SHARED_MEMORY[arch]
+            if re.search(r"\bmul(\.\w+)*\.f16", binary.asm["ptx"]):
+                print("  a product in fp16, whose factors were scaled in fp32: LLVM moved a conversion before it")
+                over += 1
     return over
 
 

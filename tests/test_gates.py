@@ -149,7 +149,6 @@ def test_budget_is_a_formula_with_two_sides() -> None:
     assert anchor(facts_of(Case(lower_bound=edge * 0.9999))) == round(TOKENS / 2 * -edge / math.log(2))
     assert anchor(facts_of(Case(lower_bound=0.0))) == 0
     assert anchor(facts_of(Case(lower_bound=edge * 1.0001))) is None
-    assert anchor(facts_of(Case(K=256))) is None
     assert anchor(facts_of(Case(gate="softplus"))) is None
     assert anchor(facts_of(Case(gate="given"))) is None
     assert anchor(facts_of(Case(dtype="float32"))) is None

@@ -77,16 +77,13 @@ FP16_LOST = 2.0**-25 / FP16_SCALE
 #: Bits of exponent that a chunk of a bounded gate must leave for its operands to be anchored by constants.
 ANCHORED_MARGIN = 20.0
 
-#: The most channels with which chunks are anchored: one block of them. With two, for K = 256, a state of 2e-8 beside
-#: others of 2e-5 was lost in all its digits on an H200 (Triton 3.6), though not in the interpreter.
+#: The most channels at a time of a triangle that is anchored.
 ANCHORED_K = 128
 
 
 def anchor(facts: Facts) -> int | None:
     """log2 of what rows of the second half of a chunk are anchored by; None where the gate could leave the exponent."""
     if facts.gate is not GateKind.BOUNDED or facts.dtype != torch.bfloat16:  # fp32 would lose digits to what is masked
-        return None
-    if facts.K > ANCHORED_K:
         return None
     bound = facts.lower_bound or 0.0
     if exponent_margin(TOKENS, bound) < ANCHORED_MARGIN:

@@ -14,6 +14,7 @@ from kda.devices import current_stream, multiprocessors
 from kda.problem import TENSORS, Apart, Facts, GateKind, Output, Problem, with_buffers
 from kda.triton import math, split
 from kda.triton.config import (
+    ANCHORED_K,
     BLOCK,
     MERGE_TILE,
     MERGE_V,
@@ -185,7 +186,7 @@ def fwd(problem: Problem) -> Output:
                 ),
                 dict(
                     common,
-                    BK=config.block_k if anchored is None else KP,
+                    BK=config.block_k if anchored is None else min(KP, ANCHORED_K),
                     ANCHORED=anchored is not None,
                     LEVELS=TOKENS.bit_length() - 1,
                     GATE=GATES[facts.gate],

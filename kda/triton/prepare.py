@@ -268,11 +268,11 @@ def prepare_kernel(
         left = to_end(total, F, C)
         if TWO_TERMS:
             left += to_end(total_rest, R, C)
+        Kr = k_hat * tl.exp2(left * LOG2 + log2_scale_of(INVERSE))
         if KW > BK:  # kept there until T is known
-            Kr = cast(k_hat * tl.exp2(left * LOG2), Ak.dtype.element_ty, INTERPRET)
-            tl.store(Ak + at, Kr, mask=work_mask)
+            tl.store(Ak + at, cast(Kr, Ak.dtype.element_ty, INTERPRET), mask=work_mask)
         else:
-            kept = below_16(k_hat * tl.exp2(left * LOG2 + log2_scale_of(INVERSE)), INVERSE)
+            kept = below_16(Kr, INVERSE)
         if ANCHORED:
             ki = operand(k_hat * tl.exp2(F * -LOG2 - exponent[:, None]), OPERAND, INTERPRET)
             e = tl.exp2(F * LOG2 + exponent[:, None])
@@ -326,8 +326,9 @@ def prepare_kernel(
         work_mask = live[:, None] & (d < KW)[None, :]
         at = i * KW + d[None, :]
         if KW > BK:
-            Kr = tl.load(Ak + at, mask=work_mask, other=0.0).to(tl.float32)
-            kept = below_16(Kr * scale_of(INVERSE), INVERSE)
+            # With their scale in bf16. LLVM moves a multiplication between the two conversions behind the second: there
+            # fp16 would have lost what the scale is to save.
+            kept = below_16(tl.load(Ak + at, mask=work_mask, other=0.0).to(tl.float32), INVERSE)
         ak = product(inverse, kept, INVERSE, INTERPRET)
         if KW > BK:
             tl.debug_barrier()
