@@ -221,6 +221,10 @@ def test_calls_that_are_cut(segments: ctypes.CDLL, T: int, HV: int, cut: bool) -
     assert (found != (0, 0)) == cut
 
 
+#: Packed batches and heads that could be cut, were their sequences of other lengths: in pairs; a CTA each; dealt.
+UNCUT = [((128,) * 16, 2), ((256,) * 10, 8), ((300, 200, 100, 50, 1) * 4, 12)]
+
+
 @pytest.fixture(scope="module")
 def planned(library: Path) -> Callable[..., tuple[int, ...]]:
     compiled = open_library(library, abi())
@@ -246,6 +250,10 @@ def test_what_the_library_plans(planned: Callable[..., tuple[int, ...]]) -> None
     offsets = {"cu_seqlens": 16}
     assert planned(**offsets, N=20)[:2] == (0, 0)
     assert planned(**offsets, HV=96) == planned(**offsets, T=256) == (0, 0, 0, 0)
+    for lengths, HV in UNCUT:  # the kernel is asked, and leaves them whole
+        assert planned(**offsets, T=sum(lengths), N=len(lengths), HV=HV)[2] > 0
+    assert planned(T=1024)[0] > 0
+    assert planned(**offsets, T=1024) == (0, 0, 0, 0)  # where so little can be gained, it is not asked
     for T in (1024, 8192, 1 << 20, (1 << 31) - (1 << 16)):
         for HV in (1, 8, 32, 60):
             assert planned(**offsets, T=T, HV=HV)[3] <= 4 * 132 * 128 * 136 * 8
@@ -335,6 +343,17 @@ def test_batch_invariant_is_not_cut(impl: str, cut: Use, segments_of: tuple[int,
     assert torch.equal(whole.final_state, again.final_state)  # type: ignore[arg-type]
     if segments_of is not None:
         assert not torch.equal(whole.o, kda.fwd(**call, impl=impl).o)  # so the tests here do cut
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize(("lengths", "HV"), UNCUT, ids=str)
+def test_what_is_asked_but_not_cut(impl: str, cut: Use, lengths: tuple[int, ...], HV: int) -> None:
+    cut(None)
+    call = arguments(within_hopper(Case(lengths=lengths, H=HV, decay="slow")), "cuda")
+    found, whole = kda.fwd(**call, impl=impl), kda.fwd(**call, impl=impl, batch_invariant=True)
+    assert torch.equal(found.o, whole.o)
+    assert torch.equal(found.final_state, whole.final_state)  # type: ignore[arg-type]
 
 
 @gpu

@@ -46,6 +46,7 @@ constexpr int FIRST_TIME = 32;        // and more than that of a first segment
 constexpr int CHAIN_TIME = 9;         // the chain, a middle
 constexpr int EXCHANGE_TIME = 125;    // to wait for all others, twice, and the chain's start
 constexpr int GAIN_PERCENT = 5;       // what a cut must be predicted to gain
+constexpr int WORTH_ASKING = 100;     // gained at most, for lengths on the device to be looked at: it takes a quarter
 
 template <class T>
 KDA_BOTH T least(T a, T b) {
@@ -149,13 +150,18 @@ KDA_BOTH Cut candidate(int i, int longest) {
   return {2 * most(1, static_cast<int>((int64_t{pairs} * length + 12) / 24)), 2 * pairs};
 }
 
+/// Predicted time of `N` sequences of one length.
+KDA_BOTH int64_t time_of_equals(Cut cut, int N, int chunks, int HV, int CTAs) {
+  Batch b;
+  b.add(cut, chunks, N);
+  return duration(b, cut, deal_of(b, cut, HV, CTAs), HV, CTAs);
+}
+
 /// The best cut for `N` sequences of one length; `slots`: what a call may keep of states between segments, for a head.
 KDA_BOTH Cut cut_of_equals(int N, int chunks, int HV, int CTAs, int slots) {
   Cut best{0, 0};
   if (N > MOST_CUT_SEQUENCES) return best;
-  Batch whole;
-  whole.add(best, chunks, N);
-  int64_t time = to_beat(duration(whole, best, deal_of(whole, best, HV, CTAs), HV, CTAs));
+  int64_t time = to_beat(time_of_equals(best, N, chunks, HV, CTAs));
   for (int i = 1; i < CANDIDATES; ++i) {
     const Cut cut = candidate(i, chunks);
     Batch b;

@@ -116,8 +116,12 @@ __device__ __forceinline__ void carry_states(const Arguments& a, Shared& s) {
 /// wait at the same time, because a CTA has all of a multiprocessor's shared memory.
 __device__ unsigned long long arrivals;
 
-/// All threads, from wherever their roles are: not __syncthreads, which all must come to in the same place.
-__device__ __forceinline__ void sync_roles() { cutlass::arch::NamedBarrier::sync(THREADS, 2 * GROUPS + 1); }
+/// All threads, from wherever their roles are: not __syncthreads, which all must come to in the same place. Lanes must
+/// come together.
+__device__ __forceinline__ void sync_roles() {
+  __syncwarp();
+  cutlass::arch::NamedBarrier::sync(THREADS, 2 * GROUPS + 1);
+}
 
 /// Waits until all CTAs of the launch, which is a cooperative one, are here; by all threads.
 __device__ __forceinline__ void sync_grid() {

@@ -198,14 +198,11 @@ __device__ __forceinline__ void list_tasks(const Arguments& a, Shared& s) {
   // The number of a local state or transition, in turns that not all CTAs take part in. Neighbours have the two tasks
   // of a middle: one brings its tokens into the cache for the other.
   auto state_at = [&](int turn) { return turn * grid + cta - (turn >= with ? (turn - with + 1) * late : 0); };
-  int firsts = 0, before = 0, extra = 0, wholes = 0;  // where they are listed: firsts, states, middles, last parts
-  if (s.cut.first > 0) {
-    const int cuts = s.cuts * HV;
-    firsts = cuts / grid + (cta < cuts % grid), extra = middles % grid;
-    int states = cta < late ? with : s.deal.without;
-    while (states > 0 && state_at(states - 1) >= 2 * middles) --states;
-    before = firsts + states, wholes = before + middles / grid + (cta < extra);
-  }
+  // Where they are listed: firsts, states, middles, last parts.
+  const int cuts = s.cuts * HV, firsts = cuts / grid + (cta < cuts % grid), extra = middles % grid;
+  int states = cta < late ? with : s.deal.without;
+  while (states > 0 && state_at(states - 1) >= 2 * middles) --states;
+  const int before = firsts + states, wholes = before + middles / grid + (cta < extra);
 
   // What thread i lists: a number among the tasks of its kind, and from it sequence, head and segment.
   int n = 0, head = 0, segment = -1;
@@ -238,7 +235,7 @@ __device__ __forceinline__ void list_tasks(const Arguments& a, Shared& s) {
   }
   if (listed) {
     Task task = task_of<SEGMENTS>(p, s, n, head);
-    if (s.cut.first > 0) cut_out(s, task, segment);
+    cut_out(s, task, segment);
     task.kind = kind;
     if (kind != OUTPUT) task.initial = -1;
     s.list[i] = task;
@@ -271,16 +268,15 @@ __device__ __forceinline__ void deal(const Arguments& a, Shared& s) {
     const int ends = N * static_cast<int>(p.HV), grid = gridDim.x;
     const bool paired = s.cut.first == 0 && 2 * ends <= grid;
     // Not where all find a CTA of their own.
-    sorted = sorted && ends + s.middles * static_cast<int>(p.HV) % grid > grid;
-    if (threadIdx.x == 0) s.sorted = sorted, s.paired = paired;
-    if (paired) {
-      __syncthreads();
-      return;
-    }
+    sorted = sorted && !paired && ends + s.middles * static_cast<int>(p.HV) % grid > grid;
+    if (threadIdx.x == 0) s.paired = paired;
   }
+  if (threadIdx.x == 0) s.sorted = sorted;
   if (sorted) sort_and_balance<WITH>(p, s);
   __syncthreads();
-  if constexpr (WITH >= SEGMENTS) list_tasks(a, s);
+  if constexpr (WITH >= SEGMENTS) {
+    if (s.cut.first > 0) list_tasks(a, s);
+  }
 }
 
 }  // namespace kda::sm90

@@ -224,7 +224,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, Shared& s, int gr
     for (bool more = chunks.seek(), fresh = true; more;) chunk(more, fresh);
     pass(chunks.end);
     if (chunks.place.exchanged) break;
-    if (s.cut.first > 0) exchange();
+    exchange();
   }
 }
 

@@ -113,8 +113,8 @@ struct Shared {
   float4 sum[GROUPS][4][32];  // of log2 decays: 8 rows a warp, 4 channels a lane
   int order[MOST_SORTED];     // sequences, the longest first
   int rank[MOST_HANDS];       // see deal.cuh
-  int balanced;
-  int sorted, paired;                   // with segments
+  int balanced, sorted;
+  int paired;                           // with segments
   int start[MOST_STARTS];               // first tokens of sequences, and the end of the last one
   TransactionBarrier raw_gate[STAGES];  // g, or the turn of a state
   TransactionBarrier raw[STAGES];       // q, k and v, or half of a state

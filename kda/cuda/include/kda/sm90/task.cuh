@@ -174,7 +174,7 @@ __device__ __forceinline__ bool next_whole(const Arguments& a, const Shared& s, 
     ++position;
     return true;
   }
-  const bool sorted = WITH != PAIRS && a.sorted, back = sorted && position % 2;
+  const bool sorted = WITH != PAIRS && s.sorted, back = sorted && position % 2;
   const int64_t index = int64_t{position} * grid + (back ? grid - 1 - cta : cta);
   if (index >= a.tasks) return false;
   ++position;
@@ -210,7 +210,7 @@ __device__ __forceinline__ void for_tasks(const Arguments& a, const Shared& s, B
 #pragma unroll 1
     while (next_task<WITH>(a, s, place, task)) body(task);
     if (place.exchanged) break;
-    if (s.cut.first > 0) exchange();
+    exchange();
   }
 }
 
@@ -226,7 +226,7 @@ __device__ __forceinline__ void for_tasks_aside(const Arguments& a, Shared& s, B
 #pragma unroll 1
     for (;; position() = position() + 1) {
       const int now = uniform(position());
-      if (now == s.listed_before && s.cut.first > 0) exchange();
+      if (now == s.listed_before) exchange();
       if (now == s.listed) break;
       body(s.list[now]);
     }
