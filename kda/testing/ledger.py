@@ -182,7 +182,7 @@ LEDGER: tuple[Entry, ...] = (
             seed=2,
         ),
         "compiled, Kr between two blocks of channels was converted to fp16 before it was scaled: small channels lost",
-        "the second commit after 8a9ea95",
+        "6ad51e8",
     ),
 )
 
