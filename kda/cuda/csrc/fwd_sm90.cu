@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 
@@ -38,13 +39,24 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
   cutlass::arch::fence_barrier_init();
 }
 
+/// For the counts of another program; where no barrier is in use, as all threads know.
+__device__ __forceinline__ void invalidate_barriers(Shared& s) {
+  if (threadIdx.x != 0) return;
+  auto invalidate = [](auto& barriers) {
+    for (auto& x : barriers) Barrier::invalidate(reinterpret_cast<const Barrier::ValueType*>(&x));
+  };
+  invalidate(s.raw_gate), invalidate(s.raw), invalidate(s.ready), invalidate(s.full), invalidate(s.read);
+  invalidate(s.empty), invalidate(s.peer_empty), invalidate(s.lower_full), invalidate(s.inverse_full);
+  invalidate(s.transition);
+}
+
 /// FP16: for normalised keys and queries and weights of a sigmoid, see prepare.cuh.
 template <bool FP16, Features WITH>
 __device__ __forceinline__ void play_roles(const Arguments& args, Shared& s, int warp, int group) {
-  auto wait = [&] { exchange(args, s, false); };
+  auto wait = [&] { exchange<false>(args, s); };
   if (group < 2) {
     cutlass::arch::warpgroup_reg_alloc<160>();
-    recur<WITH>(args, s, group, [&] { exchange(args, s, true); });
+    recur<WITH>(args, s, group, [&] { exchange<true>(args, s); });
   } else if (group < 4) {
     cutlass::arch::warpgroup_reg_dealloc<56>();
     prepare<FP16, WITH>(args, s, group - 2, wait);
@@ -62,7 +74,11 @@ __device__ __forceinline__ void play_roles(const Arguments& args, Shared& s, int
   sync_pair<WITH>();  // the other may still have something to tell this one
 }
 
-template <bool FP16, Features WITH>
+/// With SEGMENTS, WHOLE is what sequences need that turn out not to be cut, or SEGMENTS if the host knows that all are:
+/// there are two programs in one kernel, because only here is known which it is. (What cuts takes 4 % longer for a
+/// chunk.) Code that has not run lately comes from memory, and later the further it lies from the kernel's beginning,
+/// so what is not cut, which has less to gain, comes first.
+template <bool FP16, Features WITH, Features WHOLE = WITH>
 __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared);
@@ -73,29 +89,34 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
   }
   clear_upper(s, threadIdx.x, THREADS);
   publish();
-  if constexpr (WITH < SEGMENTS) init_barriers<WITH>(s);
+  init_barriers<WHOLE>(s);
   __syncthreads();
-  sync_pair<WITH>();
-  deal<WITH>(args, s);
-  if constexpr (WITH >= SEGMENTS) {
-    // All three programs in one kernel, because only here is known which it is. What cuts takes 4 % longer for a chunk.
-    if (s.paired) {
-      init_barriers<PAIRS>(s);
+  sync_pair<WHOLE>();
+  auto run_whole = [&] {
+    deal_whole<WHOLE>(args, s);
+    play_roles<FP16, WHOLE>(args, s, warp, group);
+  };
+  auto run_cut = [&] {
+    deal_segments<WHOLE>(args, s);
+    if constexpr (WHOLE == PAIRS) {
+      invalidate_barriers(s);
+      init_barriers<WITH>(s);
       __syncthreads();
-      sync_pair<PAIRS>();
-      play_roles<FP16, PAIRS>(args, s, warp, group);
-      return;
     }
-    if (s.cut.first == 0) {
-      init_barriers<SLOTS>(s);
-      __syncthreads();
-      play_roles<FP16, SLOTS>(args, s, warp, group);
-      return;
-    }
-    init_barriers<WITH>(s);
-    __syncthreads();
+    play_roles<FP16, WITH>(args, s, warp, group);
+  };
+  if constexpr (WITH < SEGMENTS) {
+    run_whole();
+  } else if constexpr (WHOLE == SEGMENTS) {
+    cut_equals(args, s);
+    run_cut();
+  } else {
+    look_at_lengths(args, s);
+    if (s.longest > 0) find_cut(args, s);
+    if (s.longest > 0) [[unlikely]]
+      return run_cut();
+    run_whole();
   }
-  play_roles<FP16, WITH>(args, s, warp, group);
 }
 
 /// A map of [128, heads, tokens, batch] in bf16 whose boxes are half tiles of one head.
@@ -126,14 +147,19 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&strid
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/// By FP16, by Features.
-const void* const KERNELS[2][4] = {
-    {reinterpret_cast<const void*>(fwd_kernel<false, PLAIN>), reinterpret_cast<const void*>(fwd_kernel<false, SLOTS>),
-     reinterpret_cast<const void*>(fwd_kernel<false, PAIRS>),
-     reinterpret_cast<const void*>(fwd_kernel<false, SEGMENTS>)},
-    {reinterpret_cast<const void*>(fwd_kernel<true, PLAIN>), reinterpret_cast<const void*>(fwd_kernel<true, SLOTS>),
-     reinterpret_cast<const void*>(fwd_kernel<true, PAIRS>), reinterpret_cast<const void*>(fwd_kernel<true, SEGMENTS>)},
-};
+/// Places of kernels: by Features; then of those that ask on the device whether to cut, by the features of WHOLE.
+enum { ASKING = SEGMENTS + 1, KERNELS = ASKING + SEGMENTS };
+
+template <bool FP16>
+std::array<const void*, KERNELS> kernels() {
+  auto kernel = [](auto function) { return reinterpret_cast<const void*>(function); };
+  return {kernel(fwd_kernel<FP16, PLAIN>),           kernel(fwd_kernel<FP16, SLOTS>),
+          kernel(fwd_kernel<FP16, PAIRS>),           kernel(fwd_kernel<FP16, SEGMENTS>),
+          kernel(fwd_kernel<FP16, SEGMENTS, PLAIN>), kernel(fwd_kernel<FP16, SEGMENTS, SLOTS>),
+          kernel(fwd_kernel<FP16, SEGMENTS, PAIRS>)};
+}
+/// By FP16.
+const std::array<const void*, KERNELS> KERNEL[2] = {kernels<false>(), kernels<true>()};
 
 /// Multiprocessors of the current device, after the kernels were allowed its shared memory there.
 cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
@@ -145,7 +171,7 @@ cudaError_t prepare_device(int& multiprocessors, int shared_bytes) {
   if (multiprocessors > 0) return cudaSuccess;
   if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))
     return error;
-  for (const auto& kernels : KERNELS) {
+  for (const auto& kernels : KERNEL) {
     for (const void* kernel : kernels) {
       if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
         return error;
@@ -184,16 +210,18 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
     if (cudaError_t error = tensor_map(args.g, p->g, p->g_stride, p->B, p->T, p->HV)) return error;
     if (cudaError_t error = tensor_map(args.out, p->out, p->out_stride, p->B, p->T, p->HV)) return error;
   }
-  const bool segments = p->workspace != nullptr, paired = 2 * tasks <= multiprocessors;
+  const bool segments = p->workspace != nullptr, packed = p->cu_seqlens != nullptr;
+  const bool asking = segments && packed;  // unpacked, only what is cut has a workspace
+  const bool paired = 2 * tasks <= multiprocessors && (asking || !segments);
   const int grid = segments                  ? even(multiprocessors)
                    : paired                  ? static_cast<int>(2 * tasks)
                    : tasks > multiprocessors ? multiprocessors
                                              : static_cast<int>(tasks);
   args.tasks = static_cast<int>(tasks);
-  args.sorted = p->cu_seqlens != nullptr && p->N > 1 && p->N <= MOST_SORTED && (segments || tasks > grid);
+  args.sorted = packed && p->N > 1 && p->N <= MOST_SORTED && (segments || tasks > grid);
   if (segments) {
     args.cut = {p->first_segment, p->segment};
-    if (p->cu_seqlens == nullptr) {
+    if (!packed) {
       Batch batch;
       batch.add(args.cut, chunks_of(p->T), static_cast<int>(p->N));
       args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), grid);
@@ -209,20 +237,20 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   void* arguments[] = {&args};
   const bool fp16 = p->use_qk_l2norm && p->use_beta_sigmoid;
   const bool slots = in_slots(*p) || p->checkpoints != nullptr;
-  const Features with = segments ? SEGMENTS : paired ? PAIRS : slots ? SLOTS : PLAIN;
+  const Features whole = paired ? PAIRS : slots ? SLOTS : PLAIN;
+  const int kernel = asking ? ASKING + whole : segments ? SEGMENTS : whole;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeCooperative;  // CTAs wait for one another: all of them are there, or none
   attributes[0].val.cooperative = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = 2, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  const bool pairs = with == PAIRS || (segments && p->cu_seqlens != nullptr);  // or perhaps, see deal.cuh
   const cudaLaunchConfig_t config{dim3(grid),
                                   dim3(THREADS),
                                   shared_bytes,
                                   static_cast<cudaStream_t>(stream),
                                   segments ? attributes : attributes + 1,
-                                  static_cast<unsigned>(segments) + pairs};
-  return cudaLaunchKernelExC(&config, KERNELS[fp16][with], arguments);
+                                  static_cast<unsigned>(segments) + paired};
+  return cudaLaunchKernelExC(&config, KERNEL[fp16][kernel], arguments);
 }
 
 /// Fills in how sequences are cut, see abi.h.

@@ -123,10 +123,12 @@ __device__ __forceinline__ void sync_roles() {
   cutlass::arch::NamedBarrier::sync(THREADS, 2 * GROUPS + 1);
 }
 
-/// Waits until all CTAs of the launch, which is a cooperative one, are here; by all threads.
+/// Waits until all CTAs of the launch, which is a cooperative one, are here; by all threads, the consumers' first among
+/// them.
+template <bool CONSUMER>
 __device__ __forceinline__ void sync_grid() {
   sync_roles();
-  if (threadIdx.x == 0) {
+  if (CONSUMER && threadIdx.x == 0) {
     __threadfence();
     const unsigned long long all = gridDim.x, own = atomicAdd(&arrivals, 1ull), last = (own / all + 1) * all;
     while (*static_cast<volatile unsigned long long*>(&arrivals) < last) __nanosleep(20);
@@ -137,12 +139,14 @@ __device__ __forceinline__ void sync_grid() {
 
 /// Waits until all CTAs have done what comes before the last round, and lets the consumers carry the states on; by all
 /// roles.
-__device__ __forceinline__ void exchange(const Arguments& a, Shared& s, bool consumer) {
-  fence_async();  // states go out by ordinary stores and come back by bulk copies
-  sync_grid();
-  if (consumer) carry_states(a, s);
-  fence_async();
-  sync_grid();
+template <bool CONSUMER>
+__device__ __forceinline__ void exchange(const Arguments& a, Shared& s) {
+#pragma unroll 1
+  for (int round = 0; round < 2; ++round) {
+    fence_async();  // states go out by ordinary stores and come back by bulk copies
+    sync_grid<CONSUMER>();
+    if (CONSUMER && round == 0) carry_states(a, s);
+  }
   fence_async();
 }
 

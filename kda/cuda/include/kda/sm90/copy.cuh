@@ -189,38 +189,37 @@ __device__ __forceinline__ void look_at_rows(const Arguments& a, Shared& s, bool
   for_tasks<WITH>(a, s, look, exchange);
 }
 
-/// Zero in o of all heads for some tokens of a batch row; by a warp of every CTA.
-__device__ __forceinline__ void clear_tokens(const kda_fwd_params& p, int row, int64_t first, int64_t tokens) {
-  const int64_t rows = tokens * p.HV;
-  for (int64_t i = blockIdx.x * 2 + threadIdx.x % 32 / 16; i < rows; i += gridDim.x * 2) {
-    const int64_t t = first + i / p.HV, head = i % p.HV;
-    auto* out =
-        static_cast<__nv_bfloat16*>(p.out) + row * p.out_stride[0] + t * p.out_stride[1] + head * p.out_stride[2];
-    *reinterpret_cast<uint4*>(out + threadIdx.x % 16 * 8) = make_uint4(0, 0, 0, 0);
+/// Zero in o of all heads for some tokens of a batch row; by a warp of every CTA, 16 lanes to a token and head.
+__device__ __forceinline__ void clear_tokens(const kda_fwd_params& p, int row, int first, int end) {
+  const int HV = static_cast<int>(p.HV), lane = threadIdx.x % 32, begin = blockIdx.x * 2 + lane / 16;
+  const int step = gridDim.x * 2, tokens = step / HV, heads = step % HV;  // instead of a division for each of them
+  auto* out = static_cast<__nv_bfloat16*>(p.out) + row * p.out_stride[0] + lane % 16 * 8;
+  int64_t t = first + begin / HV;
+#pragma unroll 1
+  for (int head = begin % HV; t < end; t += tokens, head += heads) {
+    if (head >= HV) {
+      head -= HV;
+      if (++t == end) break;
+    }
+    *reinterpret_cast<uint4*>(out + t * p.out_stride[1] + head * p.out_stride[2]) = make_uint4(0, 0, 0, 0);
   }
 }
 
 /// One warp per CTA: o of what belongs to no sequence, or to one without a slot, is zero.
 template <Features WITH>
 __device__ __forceinline__ void clear_padding(const kda_fwd_params& p, const Shared& s) {
-  if (p.cu_seqlens != nullptr) {
-    const int64_t first = offset_of(p, p.N);
-    clear_tokens(p, 0, first, p.T - first);
-  }
-  if (WITH < SLOTS || p.state_indices == nullptr) return;
-  const int N = static_cast<int>(p.N);
+  const bool packed = p.cu_seqlens != nullptr, in_slots = WITH >= SLOTS && p.state_indices != nullptr;
+  const int N = static_cast<int>(p.N), T = static_cast<int>(p.T);
+  // Number N stands for what lies behind the last one.
 #pragma unroll 1
-  for (int at = 0; at < N; at += 32) {
+  for (int at = in_slots ? 0 : N / 32 * 32; at <= N; at += 32) {
     const int n = at + threadIdx.x % 32;
-    uint32_t padding = __ballot_sync(~0u, n < N && slot_to_read<WITH>(p, n) < 0);
+    uint32_t padding = __ballot_sync(~0u, n < N ? in_slots && slot_to_read<WITH>(p, n) < 0 : n == N && packed);
 #pragma unroll 1
     for (; padding != 0; padding &= padding - 1) {
-      const int sequence = at + __ffs(padding) - 1;
-      if (p.cu_seqlens == nullptr) {
-        clear_tokens(p, sequence, 0, p.T);
-      } else {
-        clear_tokens(p, 0, start_of(p, s, sequence), length_of(p, s, sequence));
-      }
+      const int sequence = at + __ffs(padding) - 1, first = packed ? start_of(p, s, sequence) : 0;
+      const int end = packed && sequence < N ? first + length_of(p, s, sequence) : T;
+      clear_tokens(p, packed ? 0 : sequence, first, end);
     }
   }
 }

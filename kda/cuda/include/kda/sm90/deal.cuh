@@ -15,17 +15,28 @@ __device__ __forceinline__ int last_part(const kda_fwd_params& p, const Shared& 
   return length - (chunks - end_of(s.cut, chunks)) * TOKENS;
 }
 
+/// What it takes to order and deal sequences, in place of o.
+struct Scratch {
+  int length[MOST_SORTED];  // of last parts, in tokens
+  struct {
+    int load, cta;
+  } by_load[2][THREADS];  // of the grid: before and after a hand
+};
+static_assert(sizeof(Scratch) <= sizeof(Shared::o));
+
 /// The sequences, the one with the longest last part first.
 template <Features WITH>
-__device__ __forceinline__ void sort_sequences(const kda_fwd_params& p, Shared& s, int* lengths) {
+__device__ __forceinline__ void sort_sequences(const kda_fwd_params& p, Shared& s, Scratch& scratch) {
   const int N = static_cast<int>(p.N);
 #pragma unroll 1
-  for (int n = threadIdx.x; n < N; n += blockDim.x) lengths[n] = last_part<WITH>(p, s, n);
+  for (int n = threadIdx.x; n < N; n += blockDim.x) scratch.length[n] = last_part<WITH>(p, s, n);
   __syncthreads();
+#pragma unroll 1
   for (int n = threadIdx.x; n < N; n += blockDim.x) {
-    const int length = lengths[n];
+    const int length = scratch.length[n];
     int rank = 0;
-    for (int m = 0; m < N; ++m) rank += lengths[m] > length || (lengths[m] == length && m < n);
+#pragma unroll 4
+    for (int m = 0; m < N; ++m) rank += scratch.length[m] > length || (scratch.length[m] == length && m < n);
     s.order[rank] = n;
   }
   __syncthreads();
@@ -36,46 +47,43 @@ __device__ __forceinline__ void sort_sequences(const kda_fwd_params& p, Shared& 
 /// CTA of the grid keeps them sorted by load: those of a hand stay in order when they are given the same, and are
 /// merged with the others.
 template <Features WITH>
-__device__ __forceinline__ void balance(const kda_fwd_params& p, Shared& s, int* scratch) {
+__device__ __forceinline__ void balance(const kda_fwd_params& p, Shared& s, Scratch& scratch) {
   const int hands = hands_of(p), all = static_cast<int>(p.N) * hands, HV = static_cast<int>(p.HV);
   const int grid = gridDim.x, i = threadIdx.x;
-  int *load = scratch, *cta = scratch + grid, *next_load = scratch + 2 * grid, *next_cta = scratch + 3 * grid;
   if (i < grid) {
-    load[i] = 0, cta[i] = i;
+    auto& first = scratch.by_load[0][i];
+    first.load = 0, first.cta = i;
     if constexpr (WITH >= SEGMENTS) {  // middles come before
       const int middles = s.middles * HV, more = middles % grid;
-      load[i] = (middles / grid + (i >= grid - more)) * (s.cut.middle + 1), cta[i] = (more + i) % grid;
+      first.load = (middles / grid + (i >= grid - more)) * (s.cut.middle + 1), first.cta = (more + i) % grid;
     }
   }
   __syncthreads();
 #pragma unroll 1
   for (int hand = 0; hand < all; ++hand) {
     const int heads = min(HAND, HV - hand % hands * HAND);
-    const int chunks =
-        chunks_of(last_part<WITH>(p, s, s.order[hand / hands])) + 1;  // a task takes about one chunk's time besides
+    const int chunks = chunks_of(scratch.length[s.order[hand / hands]]) + 1;  // a task takes about one chunk's besides
     if (i < grid) {
+      const auto& before = scratch.by_load[hand % 2];
+      const auto own = before[i];
       const bool dealt = i < heads;
-      const int own = load[i] + (dealt ? chunks : 0), add = dealt ? 0 : chunks;
+      const int load = own.load + (dealt ? chunks : 0), add = dealt ? 0 : chunks;
       int low = dealt ? heads : 0,
           high = dealt ? grid : heads;  // others are searched for the first that comes after this
       const int from = low;
+#pragma unroll 1
       while (low < high) {
-        const int middle = (low + high) / 2, other = load[middle] + add;
-        if (other < own || (!dealt && other == own)) {
+        const int middle = (low + high) / 2, other = before[middle].load + add;
+        if (other < load || (!dealt && other == load)) {
           low = middle + 1;
         } else {
           high = middle;
         }
       }
-      const int to = (dealt ? i : i - heads) + low - from;
-      next_load[to] = own, next_cta[to] = cta[i];
-      if (cta[i] == static_cast<int>(blockIdx.x)) s.rank[hand] = dealt ? i : -1;
+      scratch.by_load[hand % 2 ^ 1][(dealt ? i : i - heads) + low - from] = {load, own.cta};
+      if (own.cta == static_cast<int>(blockIdx.x)) s.rank[hand] = dealt ? i : -1;
     }
     __syncthreads();
-    int* old = load;
-    load = next_load, next_load = old;
-    old = cta;
-    cta = next_cta, next_cta = old;
   }
 }
 
@@ -83,9 +91,9 @@ __device__ __forceinline__ void balance(const kda_fwd_params& p, Shared& s, int*
 template <Features WITH>
 __device__ __forceinline__ void sort_and_balance(const kda_fwd_params& p, Shared& s) {
   const int N = static_cast<int>(p.N);
-  int* scratch = reinterpret_cast<int*>(s.o);
+  Scratch& scratch = *reinterpret_cast<Scratch*>(s.o);
   sort_sequences<WITH>(p, s, scratch);
-  const bool differ = last_part<WITH>(p, s, s.order[0]) != last_part<WITH>(p, s, s.order[N - 1]);
+  const bool differ = scratch.length[s.order[0]] != scratch.length[s.order[N - 1]];
   if (!differ || N * hands_of(p) > MOST_HANDS || gridDim.x < HAND || gridDim.x > blockDim.x) return;
   if (threadIdx.x == 0) s.balanced = 1;
   balance<WITH>(p, s, scratch);
@@ -97,26 +105,15 @@ struct Cuts {
   Batch batch[CANDIDATES];
   Deal deal[CANDIDATES];
 };
-static_assert(sizeof(Cuts) <= 4 * sizeof(Half));
+static_assert(sizeof(Cuts) <= sizeof(Shared::o));
 
 // All code up to the roles comes from memory when a call begins, so there is each piece of it once, and no loop is
 // unrolled.
 
-/// Where sequences are cut: as the host has said, or as is found best; and how tasks are counted then.
-__device__ __forceinline__ void cut_sequences(const Arguments& a, Shared& s) {
+/// Whether a cut could gain anything: `s.longest` is not 0 then, and `find_cut` looks for one.
+__device__ __forceinline__ void look_at_lengths(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
-  const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x, lane = threadIdx.x % 8;
-  Cuts& cuts = *reinterpret_cast<Cuts*>(s.o);
-  const bool given = a.cut.first > 0;
-  if (p.cu_seqlens == nullptr) {  // all are cut alike, and the host knows all about it
-    const int middles = middles_of(a.cut, chunks_of(static_cast<int>(p.T)));
-#pragma unroll 1
-    for (int n = threadIdx.x; n < N; n += blockDim.x) {
-      s.chunks[n] = chunks_of(static_cast<int>(p.T)), s.slots_before[n] = n * (middles + 1), s.cut_before[n] = n;
-    }
-    if (threadIdx.x == 0) s.cut = a.cut, s.deal = a.deal, s.cuts = N, s.middles = N * middles;
-    return;
-  }
+  const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x;
   if (threadIdx.x < 32) {
     int longest = 0, all = 0;
 #pragma unroll 1
@@ -126,14 +123,34 @@ __device__ __forceinline__ void cut_sequences(const Arguments& a, Shared& s) {
     }
     longest = __reduce_max_sync(~0u, longest), all = __reduce_add_sync(~0u, all);
     if (threadIdx.x == 0) {
-      const bool may = given || may_gain(longest, all, N, HV, grid);
+      const bool may = a.cut.first > 0 || may_gain(longest, all, N, HV, grid);
       s.fastest = ~0ull, s.longest = may ? longest : 0;
       s.cut = {0, 0}, s.deal = {}, s.cuts = s.middles = 0;
     }
   }
   __syncthreads();
+}
+
+/// All are cut alike, as the host has said.
+__device__ __forceinline__ void cut_equals(const Arguments& a, Shared& s) {
+  const int N = static_cast<int>(a.p.N), chunks = chunks_of(static_cast<int>(a.p.T)),
+            middles = middles_of(a.cut, chunks);
+#pragma unroll 1
+  for (int n = threadIdx.x; n < N; n += blockDim.x) {
+    s.chunks[n] = chunks, s.slots_before[n] = n * (middles + 1), s.cut_before[n] = n;
+  }
+  if (threadIdx.x == 0) s.cut = a.cut, s.deal = a.deal, s.cuts = N, s.middles = N * middles;
+  __syncthreads();
+}
+
+/// Where sequences are cut: as is asked for, or as is found best; and how tasks are counted then. `s.longest` is 0 if
+/// none is.
+__device__ __forceinline__ void find_cut(const Arguments& a, Shared& s) {
+  const kda_fwd_params& p = a.p;
+  const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x, lane = threadIdx.x % 8;
   const int longest = s.longest;
-  if (longest == 0) return;
+  Cuts& cuts = *reinterpret_cast<Cuts*>(s.o);
+  const bool given = a.cut.first > 0;
   if (const int i = threadIdx.x / 8; i < (given ? 4 : CANDIDATES)) {  // eight threads a cut, whole warps
     const Cut cut = given ? a.cut : candidate(i, longest);
     Batch b;
@@ -169,10 +186,12 @@ __device__ __forceinline__ void cut_sequences(const Arguments& a, Shared& s) {
     if (s.fastest != ~0ull && cuts.batch[best].cut > 0) {
       s.cut = cuts.cut[best], s.deal = cuts.deal[best];
       s.cuts = cuts.batch[best].cut, s.middles = cuts.batch[best].middles;
+    } else {
+      s.longest = 0;
     }
   }
   __syncthreads();
-  if (threadIdx.x >= 32 || s.cut.first == 0) return;
+  if (threadIdx.x >= 32 || s.longest == 0) return;
   int slots = 0, cut_before = 0;  // sums over the sequences before
 #pragma unroll 1
   for (int first = 0; first < N; first += 32) {
@@ -255,28 +274,33 @@ __device__ __forceinline__ void load_starts(const kda_fwd_params& p, Shared& s) 
   if (threadIdx.x == 0) s.balanced = 0;
 }
 
-/// What every CTA finds out before its roles begin: where sequences start, where they are cut, and, where last parts
-/// differ in length and there are more of them than CTAs, who takes what.
+/// Where there are more last parts than CTAs that have none yet, and they differ in length: who takes what. `more`:
+/// whether that can be, of whatever lengths.
 template <Features WITH>
-__device__ __forceinline__ void deal(const Arguments& a, Shared& s) {
-  const kda_fwd_params& p = a.p;
-  const int N = static_cast<int>(p.N);
-  bool sorted = a.sorted;
-  if constexpr (WITH >= SEGMENTS) {
-    cut_sequences(a, s);
-    __syncthreads();
-    const int ends = N * static_cast<int>(p.HV), grid = gridDim.x;
-    const bool paired = s.cut.first == 0 && 2 * ends <= grid;
-    // Not where all find a CTA of their own.
-    sorted = sorted && !paired && ends + s.middles * static_cast<int>(p.HV) % grid > grid;
-    if (threadIdx.x == 0) s.paired = paired;
-  }
+__device__ __forceinline__ void order_tasks(const Arguments& a, Shared& s, bool more) {
+  const bool sorted = WITH != PAIRS && a.sorted && more;
   if (threadIdx.x == 0) s.sorted = sorted;
-  if (sorted) sort_and_balance<WITH>(p, s);
+  if (sorted) sort_and_balance<WITH>(a.p, s);
   __syncthreads();
-  if constexpr (WITH >= SEGMENTS) {
-    if (s.cut.first > 0) list_tasks(a, s);
+}
+
+/// Of whole sequences: what every CTA finds out before its roles begin.
+template <Features WITH>
+__device__ __forceinline__ void deal_whole(const Arguments& a, Shared& s) {
+  order_tasks<WITH>(a, s, a.tasks > static_cast<int>(gridDim.x));
+}
+
+/// The same where some are cut. WHOLE: see fwd_kernel.
+template <Features WHOLE>
+__device__ __forceinline__ void deal_segments(const Arguments& a, Shared& s) {
+  const int middles = s.middles * static_cast<int>(a.p.HV), grid = gridDim.x;
+  if constexpr (WHOLE < SEGMENTS) {
+    order_tasks<SEGMENTS>(a, s, a.tasks + middles % grid > grid);
+  } else {  // all alike
+    if (threadIdx.x == 0) s.sorted = 0;
+    __syncthreads();
   }
+  list_tasks(a, s);
 }
 
 }  // namespace kda::sm90

@@ -25,17 +25,9 @@ __device__ __forceinline__ void put_quarter(uint2* to, const float4& x) {
   *to = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
 }
 
-/// And as two terms in bf16, the second DISTANCE bytes behind the first.
-template <int DISTANCE>
-struct TwoTerms {
-  uint2 high;
-};
-template <int DISTANCE>
-__device__ __forceinline__ void put_quarter(TwoTerms<DISTANCE>* to, const float4& x) {
-  const uint2 high = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
-  to->high = high;
-  *reinterpret_cast<uint2*>(reinterpret_cast<char*>(to) + DISTANCE) =
-      make_uint2(pack_rest(high.x, x.x, x.y), pack_rest(high.y, x.z, x.w));
+/// What is lost of them in bf16, as a second term.
+__device__ __forceinline__ void put_rest(uint2* to, const float4& x) {
+  *to = make_uint2(pack_rest(pack(x.x, x.y), x.x, x.y), pack_rest(pack(x.z, x.w), x.z, x.w));
 }
 
 /// Entry i of some slots' numbers; -1 for what is none of `slots`.

@@ -216,7 +216,6 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       store_output(s, ring.chunk - 1, group, lane, vector, done);
       send_output<true>(args, s, task, ring.chunk - 1, ring.chunk - 1 - zero, group, half);
     }
-    keep_state<WITH>(args, task, ring.chunk - zero, first_row, up, state);
   };
 
   auto recur_task = [&](const Task& task) {
@@ -224,20 +223,24 @@ __device__ __forceinline__ void recur(const Arguments& args, Shared& s, int grou
       copy_state<WITH>(p, task, first_row);
       return;
     }
-    if (!makes_output<WITH>(task)) {
+    if (makes_output<WITH>(task)) {
+      load_state<WITH>(p, s, task, ring, group, down, state);
+    } else {
       begin_state(task, first_row, down, state);
-      walk(std::false_type{}, task, ring.chunk, ring.chunk + uniform(task.chunks()));
-      return;
     }
-    load_state<WITH>(p, s, task, ring, group, down, state);
     const uint32_t zero = ring.chunk;
     do {  // in parts, after each of which the state is kept
       uint32_t end = zero + uniform(task.chunks());
-      if (WITH >= SLOTS && p.checkpoints != nullptr) {
-        const int every = chunks_between_checkpoints(p);
-        end = min(end, ring.chunk + every - (task.before + ring.chunk - zero) % every);
+      if (makes_output<WITH>(task)) {
+        if (WITH >= SLOTS && p.checkpoints != nullptr) {
+          const int every = chunks_between_checkpoints(p);
+          end = min(end, ring.chunk + every - (task.before + ring.chunk - zero) % every);
+        }
+        walk(std::true_type{}, task, zero, end);
+      } else {
+        walk(std::false_type{}, task, zero, end);
       }
-      walk(std::true_type{}, task, zero, end);
+      keep_state<WITH>(args, task, ring.chunk - zero, first_row, up, state);
     } while (ring.chunk != zero + task.chunks());
   };
   for_tasks_aside<WITH>(args, s, recur_task, exchange);

@@ -114,7 +114,6 @@ struct Shared {
   int order[MOST_SORTED];     // sequences, the longest first
   int rank[MOST_HANDS];       // see deal.cuh
   int balanced, sorted;
-  int paired;                           // with segments
   int start[MOST_STARTS];               // first tokens of sequences, and the end of the last one
   TransactionBarrier raw_gate[STAGES];  // g, or the turn of a state
   TransactionBarrier raw[STAGES];       // q, k and v, or half of a state

@@ -29,21 +29,33 @@ struct Rows {
   }
 };
 
-template <class Quarter>
-__device__ __forceinline__ void store_rows(void* to, const Rows& rows, float scale, const State& s) {
+/// As what a state is stored.
+enum Stored { AS_FP32, AS_BF16, AS_TWO_TERMS };  // in bf16, the second TRANSITION_BYTES behind the first
+
+/// One piece of code for all three: it comes from memory when a call first ends.
+template <Features WITH>
+__device__ __forceinline__ void store_rows(void* to, Stored as, const Rows& rows, float scale, const State& s) {
   const bool odd = fresh_lane() % 2;
   char* first = static_cast<char*>(to) + rows.first;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    auto* row = reinterpret_cast<Quarter*>(first + r * rows.step);
+    char* row = first + r * rows.step;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float a0 = s[8 * i + 2 * r], a1 = s[8 * i + 2 * r + 1], b0 = s[8 * i + 4 + 2 * r],
                   b1 = s[8 * i + 5 + 2 * r];
       const float2 own = make_float2(odd ? b0 : a0, odd ? b1 : a1);
       const float2 other = from_neighbour(make_float2(odd ? a0 : b0, odd ? a1 : b1));
-      put_quarter(row + 4 * i, odd ? make_float4(other.x * scale, other.y * scale, own.x * scale, own.y * scale)
-                                   : make_float4(own.x * scale, own.y * scale, other.x * scale, other.y * scale));
+      const float4 x = odd ? make_float4(other.x * scale, other.y * scale, own.x * scale, own.y * scale)
+                           : make_float4(own.x * scale, own.y * scale, other.x * scale, other.y * scale);
+      if (as == AS_FP32) {
+        put_quarter(reinterpret_cast<float4*>(row) + 4 * i, x);
+      } else {
+        put_quarter(reinterpret_cast<uint2*>(row) + 4 * i, x);
+        if (WITH >= SEGMENTS && as == AS_TWO_TERMS) {
+          put_rest(reinterpret_cast<uint2*>(row + TRANSITION_BYTES) + 4 * i, x);
+        }
+      }
     }
   }
 }
@@ -134,17 +146,10 @@ __device__ __forceinline__ void keep_state(const Arguments& args, const Task& ta
       slot = segment ? task.segment : slot_to_write<WITH>(p, task.sequence);
     }
     if (slot < 0) continue;
-    if (transition) {
-      store_rows<TwoTerms<TRANSITION_BYTES>>(args.transitions, Rows(stride, 2, slot, task.value_head, first_row), scale,
-                                             s);
-      continue;
-    }
-    void* to = segment ? args.states : final ? p.final_state : p.checkpoints;
-    if (!segment && (final ? p.state_dtype : p.checkpoint_dtype) == KDA_BF16) {
-      store_rows<uint2>(to, Rows(stride, 2, slot, task.value_head, first_row), scale, s);
-    } else {
-      store_rows<float4>(to, Rows(stride, 4, slot, task.value_head, first_row), scale, s);
-    }
+    void* to = transition ? args.transitions : segment ? args.states : final ? p.final_state : p.checkpoints;
+    const bool bf16 = !segment && (final ? p.state_dtype : p.checkpoint_dtype) == KDA_BF16;
+    const Stored as = transition ? AS_TWO_TERMS : bf16 ? AS_BF16 : AS_FP32;
+    store_rows<WITH>(to, as, Rows(stride, as == AS_FP32 ? 4 : 2, slot, task.value_head, first_row), scale, s);
   }
 }
 

@@ -166,20 +166,21 @@ template <Features WITH>
 __device__ __forceinline__ bool next_whole(const Arguments& a, const Shared& s, int& position, Task& task) {
   constexpr int TOGETHER = WITH == PAIRS ? 2 : 1;  // CTAs that have the same tasks
   const int grid = gridDim.x / TOGETHER, cta = blockIdx.x / TOGETHER, HV = static_cast<int>(a.p.HV);
-  if (s.balanced) {
+  int sequence, head;
+  if (WITH != PAIRS && s.balanced) {
     const int hands = hands_of(a.p), all = static_cast<int>(a.p.N) * hands;
     while (position < all && s.rank[position] < 0) ++position;
     if (position == all) return false;
-    task = task_of<WITH>(a.p, s, s.order[position / hands], position % hands * HAND + s.rank[position]);
-    ++position;
-    return true;
+    sequence = s.order[position / hands], head = position % hands * HAND + s.rank[position];
+  } else {
+    const bool sorted = WITH != PAIRS && s.sorted, back = sorted && position % 2;
+    const int64_t index = int64_t{position} * grid + (back ? grid - 1 - cta : cta);
+    if (index >= a.tasks) return false;
+    sequence = static_cast<int>(index) / HV, head = static_cast<int>(index) % HV;
+    if (sorted) sequence = s.order[sequence];
   }
-  const bool sorted = WITH != PAIRS && s.sorted, back = sorted && position % 2;
-  const int64_t index = int64_t{position} * grid + (back ? grid - 1 - cta : cta);
-  if (index >= a.tasks) return false;
   ++position;
-  const int sequence = static_cast<int>(index) / HV;
-  task = task_of<WITH>(a.p, s, sorted ? s.order[sequence] : sequence, static_cast<int>(index) % HV);
+  task = task_of<WITH>(a.p, s, sequence, head);
   return true;
 }
 
