@@ -246,14 +246,16 @@ def test_what_the_library_plans(planned: Callable[..., tuple[int, ...]]) -> None
     assert planned(N=257, B=257) == (0, 0, 0, 0)
     assert planned(T=0) == planned(HV=0) == planned(N=0) == (0, 0, 0, 0)
     assert planned(HV=96) == (0, 0, 0, 0)
-    # Packed sequences: where, the kernel finds; the memory is bounded.
+    # Packed sequences: where, the kernel finds, unless they are of one length; the memory is bounded.
     offsets = {"cu_seqlens": 16}
-    assert planned(**offsets, N=20)[:2] == (0, 0)
+    for T, N in ((1024, 1), (8192, 1), (131072, 1), (131072, 4), (4 * 8192 - 3, 4)):
+        assert planned(**offsets, T=T, N=N)[:2] == planned(T=-(-T // N), N=N, B=N)[:2] != (0, 0)
+    assert planned(**offsets, N=80)[:2] == (0, 0)
+    assert planned(**offsets, N=80)[2] > 0
     assert planned(**offsets, HV=96) == planned(**offsets, T=256) == (0, 0, 0, 0)
     for lengths, HV in UNCUT:  # the kernel is asked, and leaves them whole
         assert planned(**offsets, T=sum(lengths), N=len(lengths), HV=HV)[2] > 0
-    assert planned(T=1024)[0] > 0
-    assert planned(**offsets, T=1024) == (0, 0, 0, 0)  # where so little can be gained, it is not asked
+    assert planned(**offsets, T=1024, N=2) == (0, 0, 0, 0)  # where so little can be gained, it is not asked
     for T in (1024, 8192, 1 << 20, (1 << 31) - (1 << 16)):
         for HV in (1, 8, 32, 60):
             assert planned(**offsets, T=T, HV=HV)[3] <= 4 * 132 * 128 * 136 * 8
@@ -354,6 +356,26 @@ def test_what_is_asked_but_not_cut(impl: str, cut: Use, lengths: tuple[int, ...]
     found, whole = kda.fwd(**call, impl=impl), kda.fwd(**call, impl=impl, batch_invariant=True)
     assert torch.equal(found.o, whole.o)
     assert torch.equal(found.final_state, whole.final_state)  # type: ignore[arg-type]
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize(("N", "length", "HV"), [(1, 1024, 8), (1, 5000, 8), (3, 4096, 4), (2, 4090, 8)], ids=str)
+def test_packed_sequences_of_one_length_are_cut_as_others_of_it(
+    impl: str, cut: Use, N: int, length: int, HV: int
+) -> None:
+    """The cut of equal lengths goes along with the call; another is looked for where they are not equal."""
+    cut(None)
+    call = arguments(within_hopper(Case(lengths=(length,) * N, H=HV, packed=False, decay="slow")), "cuda")
+    rows = kda.fwd(**call, impl=impl)
+    for name in TOKENS:
+        call[name] = call[name].flatten(0, 1).unsqueeze(0)
+    call["cu_seqlens"] = torch.arange(N + 1, device="cuda") * length
+    packed = kda.fwd(**call, impl=impl)
+    whole = kda.fwd(**call, impl=impl, batch_invariant=True)
+    assert torch.equal(packed.o.view_as(rows.o), rows.o)
+    assert torch.equal(packed.final_state, rows.final_state)  # type: ignore[arg-type]
+    assert not torch.equal(packed.o, whole.o)
 
 
 @gpu
@@ -470,10 +492,20 @@ POOL = PoolCase(
 )
 
 
+#: Checkpoints go to the slots that their sequences began from, where other segments end while these are read.
+INTO_OWN = PoolCase(
+    case=within_hopper(Case(lengths=(330, 700, 257), H=4, decay="slow")),
+    slots=6,
+    reads=(0, 1, 2),
+    writes=(3, 4, 5),
+    kept=((-1, 0), (-1, 1), (-1, 2)),
+)
+
+
 @gpu
 @on_gpu
 @pytest.mark.parametrize("segments_of", CUTS, ids=str)
-@pytest.mark.parametrize("case", [POOL, replace(POOL, own=True, kept_dtype="bfloat16", every=128)], ids=["pool", "own"])
+@pytest.mark.parametrize("case", [POOL, replace(POOL, own=True, kept_dtype="bfloat16", every=128), INTO_OWN], ids=["pool", "own", "into own"])
 def test_pools_and_checkpoints_of_cut_sequences(
     impl: str, cut: Use, case: PoolCase, segments_of: tuple[int, int]
 ) -> None:

@@ -47,6 +47,7 @@ class FwdParams(Structure):
         ("segment_slots", c_int64),
         ("first_segment", c_int32),
         ("segment", c_int32),
+        ("equal_chunks", c_int32),
         ("scale", c_float),
         ("lower_bound", c_float),
         *((f"{name}_dtype", c_int32) for name in ("beta", "A_log", "dt_bias", "state", "checkpoint")),

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
     run_cut();
   } else {
     look_at_lengths(args, s);
-    if (s.longest > 0) find_cut(args, s);
+    if (s.longest > 0 && s.cut.first == 0) find_cut(args, s);
     if (s.longest > 0) [[unlikely]]
       return run_cut();
     run_whole();
@@ -221,9 +221,10 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   args.sorted = packed && p->N > 1 && p->N <= MOST_SORTED && (segments || tasks > grid);
   if (segments) {
     args.cut = {p->first_segment, p->segment};
-    if (!packed) {
+    args.equal = packed ? p->equal_chunks : chunks_of(p->T);
+    if (args.cut.first > 0) {
       Batch batch;
-      batch.add(args.cut, chunks_of(p->T), static_cast<int>(p->N));
+      batch.add(args.cut, args.equal, static_cast<int>(p->N));
       args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), grid);
     }
     args.states = static_cast<float*>(p->workspace);
@@ -257,7 +258,7 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
 void plan(kda_fwd_params& p, int multiprocessors) {
   Cut cut{p.first_segment, p.segment};
   multiprocessors = even(multiprocessors);
-  p.first_segment = p.segment = 0, p.segment_slots = 0;
+  p.first_segment = p.segment = p.equal_chunks = 0, p.segment_slots = 0;
   if (multiprocessors == 0 || p.batch_invariant || p.T == 0 || p.HV == 0 || p.N == 0 || p.N > MOST_CUT_SEQUENCES)
     return;
   if (p.N * p.HV > MOST_WHOLES * multiprocessors) return;
@@ -272,11 +273,17 @@ void plan(kda_fwd_params& p, int multiprocessors) {
   } else if (cut.first > 0) {
     p.first_segment = cut.first, p.segment = cut.middle;
     p.segment_slots = least(most_slots, 2 * divided_up(chunks, cut.middle));
-  } else if (const Cut best = cut_of_equals(1, chunks, HV, multiprocessors, most_slots); best.first > 0) {
-    // One sequence of all tokens would gain most; what there is the kernel finds, and to do so takes time too.
-    const int64_t whole = time_of_equals({0, 0}, 1, chunks, HV, multiprocessors);
-    if (whole - time_of_equals(best, 1, chunks, HV, multiprocessors) < WORTH_ASKING) return;
-    p.segment_slots = least(most_slots, chunks / 2);
+  } else {
+    // One sequence of all tokens would gain most; what there is the kernel finds, and to do so takes time too. Sequences
+    // of one length are what there is most often, so their cut goes along.
+    const int slots = least(most_slots, chunks / 2), equal = divided_up(chunks, N);
+    auto gain = [&](Cut cut) {
+      return time_of_equals({0, 0}, 1, chunks, HV, multiprocessors) - time_of_equals(cut, 1, chunks, HV, multiprocessors);
+    };
+    cut = cut_of_equals(N, equal, HV, multiprocessors, slots);
+    const Cut best = N == 1 ? cut : cut_of_equals(1, chunks, HV, multiprocessors, slots);
+    if (cut.first == 0 && (best.first == 0 || gain(best) < WORTH_ASKING)) return;
+    p.first_segment = cut.first, p.segment = cut.middle, p.equal_chunks = equal, p.segment_slots = slots;
   }
 }
 

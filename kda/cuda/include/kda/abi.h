@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KDA_ABI 4
+#define KDA_ABI 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -71,8 +71,9 @@ struct kda_fwd_params {
   int64_t checkpoint_columns;
   int64_t checkpoint_every;  // tokens, a multiple of the kernel's chunk
   int64_t segment_slots;     // of segments' states in the workspace, for every head
-  int32_t first_segment;  // chunks of the first segment and of the next ones; 0: found from cu_seqlens, on the device
+  int32_t first_segment;  // chunks of the first segment and of the next ones; 0: nothing is cut
   int32_t segment;
+  int32_t equal_chunks;  // packed: of every sequence that is cut so; other lengths are looked at on the device. 0: all
   float scale;
   float lower_bound;
   int32_t beta_dtype;  // enum kda_dtype

@@ -110,22 +110,27 @@ static_assert(sizeof(Cuts) <= sizeof(Shared::o));
 // All code up to the roles comes from memory when a call begins, so there is each piece of it once, and no loop is
 // unrolled.
 
-/// Whether a cut could gain anything: `s.longest` is not 0 then, and `find_cut` looks for one.
+/// Whether a cut could gain anything: `s.longest` is not 0 then. `s.cut` is the cut if it is known, as the host has said
+/// it for sequences of these lengths; else `find_cut` looks for one.
 __device__ __forceinline__ void look_at_lengths(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
   const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x;
   if (threadIdx.x < 32) {
+    const int middles = middles_of(a.cut, a.equal);
     int longest = 0, all = 0;
 #pragma unroll 1
     for (int n = threadIdx.x; n < N; n += 32) {
       const int chunks = chunks_of(length_of(p, s, n));
       s.chunks[n] = chunks, longest = max(longest, chunks), all += chunks;
+      s.slots_before[n] = n * (middles + 1), s.cut_before[n] = n;  // if they are equal
     }
     longest = __reduce_max_sync(~0u, longest), all = __reduce_add_sync(~0u, all);
     if (threadIdx.x == 0) {
-      const bool may = a.cut.first > 0 || may_gain(longest, all, N, HV, grid);
+      const bool given = a.equal == 0, known = longest == a.equal && all == N * longest;
+      const bool may = given || (known ? a.cut.first > 0 : may_gain(longest, all, N, HV, grid));
       s.fastest = ~0ull, s.longest = may ? longest : 0;
-      s.cut = {0, 0}, s.deal = {}, s.cuts = s.middles = 0;
+      s.cut = known ? a.cut : Cut{0, 0}, s.deal = a.deal;
+      s.cuts = N, s.middles = known ? N * middles : 0;
     }
   }
   __syncthreads();
@@ -133,13 +138,12 @@ __device__ __forceinline__ void look_at_lengths(const Arguments& a, Shared& s) {
 
 /// All are cut alike, as the host has said.
 __device__ __forceinline__ void cut_equals(const Arguments& a, Shared& s) {
-  const int N = static_cast<int>(a.p.N), chunks = chunks_of(static_cast<int>(a.p.T)),
-            middles = middles_of(a.cut, chunks);
+  const int N = static_cast<int>(a.p.N), middles = middles_of(a.cut, a.equal);
 #pragma unroll 1
   for (int n = threadIdx.x; n < N; n += blockDim.x) {
-    s.chunks[n] = chunks, s.slots_before[n] = n * (middles + 1), s.cut_before[n] = n;
+    s.chunks[n] = a.equal, s.slots_before[n] = n * (middles + 1), s.cut_before[n] = n;
   }
-  if (threadIdx.x == 0) s.cut = a.cut, s.deal = a.deal, s.cuts = N, s.middles = N * middles;
+  if (threadIdx.x == 0) s.cut = a.cut, s.deal = a.deal, s.cuts = N, s.middles = N * middles, s.sorted = 0;
   __syncthreads();
 }
 
@@ -150,7 +154,7 @@ __device__ __forceinline__ void find_cut(const Arguments& a, Shared& s) {
   const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x, lane = threadIdx.x % 8;
   const int longest = s.longest;
   Cuts& cuts = *reinterpret_cast<Cuts*>(s.o);
-  const bool given = a.cut.first > 0;
+  const bool given = a.equal == 0;
   if (const int i = threadIdx.x / 8; i < (given ? 4 : CANDIDATES)) {  // eight threads a cut, whole warps
     const Cut cut = given ? a.cut : candidate(i, longest);
     Batch b;
@@ -294,12 +298,7 @@ __device__ __forceinline__ void deal_whole(const Arguments& a, Shared& s) {
 template <Features WHOLE>
 __device__ __forceinline__ void deal_segments(const Arguments& a, Shared& s) {
   const int middles = s.middles * static_cast<int>(a.p.HV), grid = gridDim.x;
-  if constexpr (WHOLE < SEGMENTS) {
-    order_tasks<SEGMENTS>(a, s, a.tasks + middles % grid > grid);
-  } else {  // all alike
-    if (threadIdx.x == 0) s.sorted = 0;
-    __syncthreads();
-  }
+  if constexpr (WHOLE < SEGMENTS) order_tasks<SEGMENTS>(a, s, a.tasks + middles % grid > grid);  // else all are alike
   list_tasks(a, s);
 }
 

@@ -139,7 +139,8 @@ __device__ __forceinline__ void keep_state(const Arguments& args, const Task& ta
                                             : p.checkpoint_stride;
     int slot;
     if (!final) {
-      slot = checkpoint_of(p, task, chunks);
+      // Not that of a local state or a transition, which end where a checkpoint may be due, but hold another.
+      slot = makes_output<WITH>(task) ? checkpoint_of(p, task, chunks) : -1;
     } else if (chunks != task.chunks()) {
       slot = -1;
     } else {

@@ -29,8 +29,9 @@ struct Arguments {
   int tasks;                    // N * HV
   int sorted;                   // CTAs take several tasks each, of sequences that may differ in length
   // SEGMENTS:
-  Cut cut;                       // given, or to be found on the device
-  Deal deal;                     // where the lengths are known
+  int equal;                     // chunks of every sequence that `cut` and `deal` are for: others are found out about
+  Cut cut;                       // if `equal` is 0, for any
+  Deal deal;
   float* states;                 // [slots, HV, 128, 128] (V, K), of segments' ends; see segments.h
   void* transitions;             // [slots, HV, 2, 128, 128] in bf16: two terms
   int64_t segment_stride[3];     // of states: slot, head, v
