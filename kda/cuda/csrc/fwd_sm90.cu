@@ -119,9 +119,17 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
   }
 }
 
-/// A map of [128, heads, tokens, batch] in bf16 whose boxes are half tiles of one head.
-cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&stride)[3], int64_t B, int64_t T,
-                       int64_t heads) {
+/// A tensor [size[0], size[1], size[2], 128] with strides in elements, in boxes of 128 bytes of a row, and of the
+/// dimensions before it `box`.
+struct Tiled {
+  CUtensorMapDataType type;
+  const void* data;
+  int64_t size[3];
+  const int64_t (&stride)[3];
+  int box[2];  // of dimensions 1 and 2
+};
+
+cudaError_t tensor_map(CUtensorMap& map, const Tiled& x) {
   static std::atomic<void*> known{nullptr};
   void* function = known.load();
   if (function == nullptr) {
@@ -134,16 +142,19 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, const int64_t (&strid
     known.store(function);
   }
   const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  const cuuint64_t size[4] = {CHANNELS, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(T),
-                              static_cast<cuuint64_t>(B)};
-  // A dimension of one element is never stepped over, whatever stride it is said to have.
-  const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(heads > 1 ? stride[2] * 2 : 256),
-                               static_cast<cuuint64_t>(T > 1 ? stride[1] * 2 : 256),
-                               static_cast<cuuint64_t>(B > 1 ? stride[0] * 2 : 256)};
-  const cuuint32_t box[4] = {HALF, 1, TOKENS, 1}, step[4] = {1, 1, 1, 1};
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), size, bytes, box,
-                                 step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const int64_t element = x.type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 4;
+  cuuint64_t size[4] = {CHANNELS}, bytes[3];
+  for (int i = 0; i < 3; ++i) {
+    size[1 + i] = x.size[2 - i];
+    // A dimension of one element is never stepped over, whatever stride it is said to have.
+    bytes[i] = x.size[2 - i] > 1 ? x.stride[2 - i] * element : 256;
+  }
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / element), static_cast<cuuint32_t>(x.box[1]),
+                             static_cast<cuuint32_t>(x.box[0]), 1};
+  const cuuint32_t step[4] = {1, 1, 1, 1};
+  const CUresult result =
+      encode(&map, x.type, 4, const_cast<void*>(x.data), size, bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -204,11 +215,24 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   args.minus_exact = -std::ldexp(1.0f, CARRIED - args.anchor);
   args.late_scale = p->scale * -args.minus_exact;
   if (p->B * p->T > 0) {
-    if (cudaError_t error = tensor_map(args.q, p->q, p->q_stride, p->B, p->T, p->H)) return error;
-    if (cudaError_t error = tensor_map(args.k, p->k, p->k_stride, p->B, p->T, p->H)) return error;
-    if (cudaError_t error = tensor_map(args.v, p->v, p->v_stride, p->B, p->T, p->HV)) return error;
-    if (cudaError_t error = tensor_map(args.g, p->g, p->g_stride, p->B, p->T, p->HV)) return error;
-    if (cudaError_t error = tensor_map(args.out, p->out, p->out_stride, p->B, p->T, p->HV)) return error;
+    // Half tiles of one head.
+    auto tokens = [&](CUtensorMap& map, const void* data, const int64_t (&stride)[3], int64_t heads) {
+      return tensor_map(map, {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, {p->B, p->T, heads}, stride, {TOKENS, 1}});
+    };
+    if (cudaError_t error = tokens(args.q, p->q, p->q_stride, p->H)) return error;
+    if (cudaError_t error = tokens(args.k, p->k, p->k_stride, p->H)) return error;
+    if (cudaError_t error = tokens(args.v, p->v, p->v_stride, p->HV)) return error;
+    if (cudaError_t error = tokens(args.g, p->g, p->g_stride, p->HV)) return error;
+    if (cudaError_t error = tokens(args.out, p->out, p->out_stride, p->HV)) return error;
+  }
+  auto states = [&](CUtensorMap& map, bool bf16, const void* data, int64_t slots, const int64_t (&stride)[3]) {
+    const auto type = bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    return tensor_map(map, {type, data, {slots, p->HV, CHANNELS}, stride, {1, HALF}});
+  };
+  if (const int64_t slots = in_slots(*p) ? p->slots : p->N; args.p.initial_state != nullptr && slots > 0) {
+    if (cudaError_t error = states(args.initial, p->state_dtype == KDA_BF16, args.p.initial_state, slots,
+                                   args.p.initial_stride))
+      return error;
   }
   const bool segments = p->workspace != nullptr, packed = p->cu_seqlens != nullptr;
   const bool asking = segments && packed;  // unpacked, only what is cut has a workspace
@@ -228,12 +252,14 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
       args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), grid);
     }
     args.states = static_cast<float*>(p->workspace);
-    auto pitched = [&](int64_t (&stride)[3], int64_t head, int pitch) {
-      stride[0] = p->HV * head, stride[1] = head, stride[2] = pitch;
+    auto strides = [&](int64_t (&stride)[3], int64_t head, int row) {
+      stride[0] = p->HV * head, stride[1] = head, stride[2] = row;
     };
-    pitched(args.segment_stride, CHANNELS * STATE_PITCH, STATE_PITCH);
-    pitched(args.transition_stride, 2 * CHANNELS * TRANSITION_PITCH, TRANSITION_PITCH);
+    strides(args.segment_stride, CHANNELS * CHANNELS, CHANNELS);
+    strides(args.transition_stride, 2 * CHANNELS * TRANSITION_PITCH, TRANSITION_PITCH);
     args.transitions = args.states + p->segment_slots * args.segment_stride[0];
+    if (cudaError_t error = states(args.carried, false, args.states, p->segment_slots, args.segment_stride))
+      return error;
   }
   void* arguments[] = {&args};
   const bool fp16 = p->use_qk_l2norm && p->use_beta_sigmoid;
@@ -299,6 +325,6 @@ extern "C" int kda_fwd_sm90(const kda_fwd_params* p, void* stream, int careful) 
 
 extern "C" int64_t kda_fwd_plan(kda_fwd_params* p, int multiprocessors) {
   kda::sm90::plan(*p, multiprocessors);
-  constexpr int64_t STATE = kda::sm90::CHANNELS * kda::STATE_PITCH * int64_t{sizeof(float)};
+  constexpr int64_t STATE = kda::sm90::CHANNELS * kda::sm90::CHANNELS * int64_t{sizeof(float)};
   return p->segment_slots * p->HV * (STATE + 2 * kda::sm90::TRANSITION_BYTES);
 }

@@ -32,9 +32,8 @@ constexpr int ROWS_OF_CHAIN = 16;        // of V: what one task of the chain car
 constexpr int CANDIDATES = 80;           // cuts that are looked at
 
 // Of the workspace, for each segment and head: the state at its end in fp32, V first, and Phi transposed as two terms
-// in bf16, one after the other; 128 rows each. Rows have a pitch, in elements, by which no bank of shared memory is met
-// twice, so that all of them are copied at once.
-constexpr int STATE_PITCH = 128 + 8;
+// in bf16, one after the other; 128 rows each. Rows of Phi have a pitch, in elements, by which no bank of shared memory
+// is met twice, so that all of them are copied at once.
 constexpr int TRANSITION_PITCH = 128 + 8;
 
 /// What the parts of a call take, in sixteenths of a chunk with o (124 ns on an H200); NOTES.md has the measurements.

@@ -45,8 +45,7 @@ __device__ __forceinline__ void carry_states(const Arguments& a, Shared& s) {
     const int n = owner(p, task / BANDS / HV, s.cut_before, nullptr);
     const int middles = middles_of(s.cut, s.chunks[n]), slot = s.slots_before[n];
     auto pair_at = [&](int i, int row, int column) {  // two channels of the state after segment i
-      return reinterpret_cast<float2*>(state_at(a, slot + i, head) + (band * ROWS_OF_CHAIN + row) * STATE_PITCH +
-                                       column);
+      return reinterpret_cast<float2*>(state_at(a, slot + i, head) + (band * ROWS_OF_CHAIN + row) * CHANNELS + column);
     };
     auto fetch = [&](int i, uint32_t fill) {
       if (thread != 0 || i > middles) return;

@@ -15,7 +15,7 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s, Exchange 
   using Hint = cute::TMA::CacheHintSm90;
   const kda_fwd_params& p = a.p;
   const auto read_once = Hint::EVICT_FIRST, shared_by_group = p.H == p.HV ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL;
-  const int lane = threadIdx.x % 32, size = p.state_dtype == KDA_BF16 ? 2 : 4;
+  const int lane = threadIdx.x % 32;
   Ring ring;
   uint32_t states = 0;  // bit i: stage i held a state last
   auto task_in = [&](const Task& task) {
@@ -34,28 +34,19 @@ __device__ __forceinline__ void copy_in(const Arguments& a, Shared& s, Exchange 
           s.full[ring.stage()].arrive();
         }
       }
-      char* to = reinterpret_cast<char*>(s.stage[ring.stage()].half);
-      if (WITH >= SEGMENTS && task.carried) {  // which lies as it is wanted here
-        constexpr int BYTES = HALF * STATE_PITCH * sizeof(float);
-        if (lane == 0) {
-          raw_gate.arrive(), raw.arrive_and_expect_tx(BYTES);
-          const float* from = state_at(a, task.initial, task.value_head);
-          cute::SM90_BULK_COPY_G2S::copy(from + half * HALF * STATE_PITCH, reinterpret_cast<uint64_t*>(&raw), to,
-                                         BYTES);
-        }
-        __syncwarp();
-        continue;
-      }
-      if (lane == 0) raw_gate.arrive(), raw.arrive_and_expect_tx(HALF * CHANNELS * size);
-      __syncwarp();
-      const int64_t at = task.initial * p.initial_stride[0] + task.value_head * p.initial_stride[1];
+      if (lane == 0) {
+        const CUtensorMap& map = WITH >= SEGMENTS && task.carried ? a.carried : a.initial;
+        const int size = state_dtype<WITH>(p, task) == KDA_BF16 ? 2 : 4;
+        raw_gate.arrive(), raw.arrive_and_expect_tx(HALF * CHANNELS * size);
+        char* to = reinterpret_cast<char*>(s.stage[ring.stage()].half);
 #pragma unroll 1
-      for (int row = lane; row < HALF; row += 32) {
-        const char* from =
-            static_cast<const char*>(p.initial_state) + (at + (half * HALF + row) * p.initial_stride[2]) * size;
-        cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&raw), to + row * STATE_PITCH * size,
-                                       CHANNELS * size);
+        for (int channel = 0; channel < CHANNELS; channel += 128 / size, to += STATE_TILE_BYTES) {
+          cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&raw),
+                                       static_cast<uint64_t>(Hint::EVICT_NORMAL), to, channel, half * HALF,
+                                       task.value_head, task.initial);
+        }
       }
+      __syncwarp();
     }
 #pragma unroll 1
     for (int c = 0; c < task.chunks(); ++c, ++ring.chunk) {

@@ -65,9 +65,10 @@ struct alignas(1024) Stage {
   __device__ char* late(uint32_t use, int i) { return half[i].x[use ^ 1]; }
 };
 
-/// What a stage holds in place of a chunk when a task begins: 64 rows of its state, with some bytes between them, so
-/// that 8 rows meet no bank twice.
-static_assert(HALF * STATE_PITCH * sizeof(float) <= sizeof(Stage{}.half));
+/// What a stage holds in place of a chunk when a task begins: 64 rows of its state, as tiles of 128 bytes of a row in the
+/// same swizzle.
+constexpr int STATE_TILE_BYTES = HALF * 128;
+static_assert(CHANNELS * sizeof(float) / 128 * STATE_TILE_BYTES <= sizeof(Stage{}.half));
 
 constexpr int HALF_STRIDE = sizeof(Stage{}.half[0]);  // bytes from one half of a tile to the other
 

@@ -74,15 +74,18 @@ __device__ __forceinline__ void load_state(const kda_fwd_params& p, Shared& s, c
     s.raw[ring.stage()].wait(ring.use());
     if (!is_own<WITH>(ring.chunk)) s.ready[ring.stage()].wait(ring.use());  // as on every use
   }
-  const int lane = fresh_lane(), at = (threadIdx.x % 128 / 32 * 16 + lane / 4) * STATE_PITCH + lane % 4 * 2;
+  const int lane = fresh_lane(), row = threadIdx.x % 128 / 32 * 16 + lane / 4;
   auto load = [&](auto two) {
     using Two = decltype(two);
-    const Two* from = reinterpret_cast<const Two*>(s.stage[own.stage()].half) + at / 2;
+    constexpr int BYTES = 4 * sizeof(Two), TILE = 128 / BYTES;  // of eight channels; and how often these are in a tile
+    const int within = lane % 4 * sizeof(Two);
+    const uint32_t first =
+        cute::cast_smem_ptr_to_uint(s.stage[own.stage()].half) + swizzled(row, within / 16) + within % 16;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        two = from[r * 4 * STATE_PITCH + 4 * j];
+        two = in_shared<Two>((first ^ j % TILE * BYTES) + j / TILE * STATE_TILE_BYTES + r * 8 * 128);
         if constexpr (sizeof(Two) == 4) {
           state[4 * j + 2 * r] = low(two) * scale, state[4 * j + 2 * r + 1] = high(two) * scale;
         } else {

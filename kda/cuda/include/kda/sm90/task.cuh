@@ -23,6 +23,8 @@ enum Features {
 struct Arguments {
   kda_fwd_params p;
   CUtensorMap q, k, v, g, out;  // [128, heads, T, B], boxes of [64, 1, 32, 1]
+  CUtensorMap initial;          // [128, V, heads, slots], boxes of 128 bytes and 64 rows
+  CUtensorMap carried;          // the same of `states`
   int anchor;                   // rows 16..31 of a chunk carry 2^anchor, see prepare.cuh
   float minus_exact;            // -2^(CARRIED - anchor): what takes it out where they meet the state
   float late_scale;             // of o in those rows
