@@ -241,7 +241,7 @@ def test_what_the_library_plans(planned: Callable[..., tuple[int, ...]]) -> None
     first, segment, slots, size = planned()
     assert first > 0
     assert segment > 0
-    assert size == slots * 8 * 128 * 136 * 8
+    assert size == slots * 8 * 128 * (128 * 4 + 2 * 136 * 2)
     assert planned(batch_invariant=1) == (0, 0, 0, 0)
     assert planned(N=257, B=257) == (0, 0, 0, 0)
     assert planned(T=0) == planned(HV=0) == planned(N=0) == (0, 0, 0, 0)
@@ -278,6 +278,10 @@ def test_segments_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- on a GPU, in segments far shorter than what pays
+
+#: Packed batches and heads that are cut because one sequence is long, which only the device knows: the whole ones were
+#: in pairs; a CTA each; and dealt.
+UNEQUAL = [((9000,) + (100,) * 30, 2), ((9000,) + (100,) * 15, 8), ((9000,) + (100,) * 30, 8)]
 
 CUTS = [(64, 64), (128, 64), (192, 128)]
 RAGGED = Case(lengths=(300, 0, 700, 64, 129, 1), H=2, decay="slow", padding=33)
@@ -513,6 +517,24 @@ def test_pools_and_checkpoints_of_cut_sequences(
     check_pool(case, impl)
 
 
+@gpu
+@on_gpu
+@pytest.mark.parametrize(("lengths", "HV"), [*UNEQUAL, ((8192,), 8)], ids=lambda x: None if isinstance(x, int) else len(x))
+def test_slots_of_what_is_cut_by_itself(impl: str, cut: Use, lengths: tuple[int, ...], HV: int) -> None:
+    """To the bit as with states of its own."""
+    cut(None)
+    call = arguments(within_hopper(Case(lengths=lengths, H=HV, decay="slow")), "cuda")
+    expected = kda.fwd(**call, impl=impl)
+    states, N = call.pop("initial_state"), len(lengths)
+    pool = torch.full((N + 3, *states.shape[1:]), torch.nan, device="cuda")
+    indices = torch.randperm(N + 3, device="cuda")[:N]
+    pool[indices] = states
+    del call["output_final_state"]
+    result = kda.fwd(**call, state_pool=pool, state_indices=indices, impl=impl)
+    assert torch.equal(result.o, expected.o)
+    assert torch.equal(pool[indices], expected.final_state)  # type: ignore[arg-type]
+
+
 @pytest.mark.long
 @gpu
 @on_gpu
@@ -536,7 +558,7 @@ def test_anything(impl: str, cut: Use, segments_of: tuple[int, int]) -> None:
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize(("lengths", "H"), [((8192,), 8), ((5000, 64, 64, 2000, 1), 4), ((9000,) + (100,) * 30, 2)])
+@pytest.mark.parametrize(("lengths", "H"), [((8192,), 8), ((5000, 64, 64, 2000, 1), 4), *UNEQUAL])
 def test_as_cut_by_itself(impl: str, cut: Use, lengths: tuple[int, ...], H: int) -> None:
     """With the cut that is found best, which is one: close to the call that is not cut, sequence by sequence."""
     cut(None)

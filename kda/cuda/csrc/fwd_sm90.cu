@@ -52,7 +52,8 @@ __device__ __forceinline__ void invalidate_barriers(Shared& s) {
 
 /// FP16: for normalised keys and queries and weights of a sigmoid, see prepare.cuh.
 template <bool FP16, Features WITH>
-__device__ __forceinline__ void play_roles(const Arguments& args, Shared& s, int warp, int group) {
+__device__ __forceinline__ void play_roles(const Arguments& args, Shared& s) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
   auto wait = [&] { exchange<false>(args, s); };
   if (group < 2) {
     cutlass::arch::warpgroup_reg_alloc<160>();
@@ -74,15 +75,15 @@ __device__ __forceinline__ void play_roles(const Arguments& args, Shared& s, int
   sync_pair<WITH>();  // the other may still have something to tell this one
 }
 
-/// With SEGMENTS, WHOLE is what sequences need that turn out not to be cut, or SEGMENTS if the host knows that all are:
-/// there are two programs in one kernel, because only here is known which it is. (What cuts takes 4 % longer for a
-/// chunk.) Code that has not run lately comes from memory, and later the further it lies from the kernel's beginning,
-/// so what is not cut, which has less to gain, comes first.
+/// With SEGMENTS, WHOLE is what sequences need that turn out not to be cut: there are two programs in one kernel, because
+/// only here is known which it is. (What cuts takes 4 % longer for a chunk.) Code that has not run lately comes from
+/// memory, and later the further it lies from the kernel's beginning, so what is not cut, which has less to gain, comes
+/// first. Where sequences of one length are cut, and the host expects no others, WHOLE is SEGMENTS, and there is the one
+/// program, which can do with any.
 template <bool FP16, Features WITH, Features WHOLE = WITH>
 __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared);
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
   load_starts(args.p, s);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(s.inverse) / 16); i += THREADS) {
     reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal they stay zero
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
   sync_pair<WHOLE>();
   auto run_whole = [&] {
     deal_whole<WHOLE>(args, s);
-    play_roles<FP16, WHOLE>(args, s, warp, group);
+    play_roles<FP16, WHOLE>(args, s);
   };
   auto run_cut = [&] {
     deal_segments<WHOLE>(args, s);
@@ -103,19 +104,16 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
       init_barriers<WITH>(s);
       __syncthreads();
     }
-    play_roles<FP16, WITH>(args, s, warp, group);
+    play_roles<FP16, WITH>(args, s);
   };
   if constexpr (WITH < SEGMENTS) {
     run_whole();
-  } else if constexpr (WHOLE == SEGMENTS) {
-    cut_equals(args, s);
-    run_cut();
   } else {
     look_at_lengths(args, s);
     if (s.longest > 0 && s.cut.first == 0) find_cut(args, s);
-    if (s.longest > 0) [[unlikely]]
+    if (WHOLE == SEGMENTS || s.longest > 0) [[unlikely]]
       return run_cut();
-    run_whole();
+    if constexpr (WHOLE < SEGMENTS) run_whole();
   }
 }
 
@@ -235,8 +233,8 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
       return error;
   }
   const bool segments = p->workspace != nullptr, packed = p->cu_seqlens != nullptr;
-  const bool asking = segments && packed;  // unpacked, only what is cut has a workspace
-  const bool paired = 2 * tasks <= multiprocessors && (asking || !segments);
+  const bool likely_cut = segments && p->first_segment > 0, asking = segments && !likely_cut;
+  const bool paired = 2 * tasks <= multiprocessors && !likely_cut;
   const int grid = segments                  ? even(multiprocessors)
                    : paired                  ? static_cast<int>(2 * tasks)
                    : tasks > multiprocessors ? multiprocessors
@@ -265,7 +263,7 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
   const bool fp16 = p->use_qk_l2norm && p->use_beta_sigmoid;
   const bool slots = in_slots(*p) || p->checkpoints != nullptr;
   const Features whole = paired ? PAIRS : slots ? SLOTS : PLAIN;
-  const int kernel = asking ? ASKING + whole : segments ? SEGMENTS : whole;
+  const int kernel = asking ? ASKING + whole : likely_cut ? SEGMENTS : whole;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeCooperative;  // CTAs wait for one another: all of them are there, or none
   attributes[0].val.cooperative = 1;

@@ -116,7 +116,8 @@ KDA_BOTH int64_t duration(const Batch& b, Cut cut, const Deal& deal, int HV, int
   const int low = turns * cut.middle, high = low + (rest ? cut.middle : 0);
   int chunks = most(high, ends ? low + b.longest_end : 0);
   if (ends > CTAs - rest) chunks = most(chunks, least(high, low + b.shortest_end) + b.shortest_end);
-  chunks = most(chunks, static_cast<int>((int64_t{b.chunks} * HV + CTAs - 1) / CTAs));
+  // All chunks and heads over the CTAs, without a 64-bit division, which is a call.
+  chunks = most(chunks, b.chunks / CTAs * HV + divided_up(b.chunks % CTAs * HV, CTAs));
   int64_t time = int64_t{chunks} * (b.cut > 0 ? CHUNK_TIME : whole_chunk_time(ends, CTAs));
   time += divided_up(middles + ends, CTAs) * TASK_TIME;
   if (b.cut > 0) {

@@ -29,10 +29,10 @@ template <Features WITH>
 __device__ __forceinline__ void sort_sequences(const kda_fwd_params& p, Shared& s, Scratch& scratch) {
   const int N = static_cast<int>(p.N);
 #pragma unroll 1
-  for (int n = threadIdx.x; n < N; n += blockDim.x) scratch.length[n] = last_part<WITH>(p, s, n);
+  for (int n = fresh_thread(); n < N; n += blockDim.x) scratch.length[n] = last_part<WITH>(p, s, n);
   __syncthreads();
 #pragma unroll 1
-  for (int n = threadIdx.x; n < N; n += blockDim.x) {
+  for (int n = fresh_thread(); n < N; n += blockDim.x) {
     const int length = scratch.length[n];
     int rank = 0;
 #pragma unroll 4
@@ -49,7 +49,7 @@ __device__ __forceinline__ void sort_sequences(const kda_fwd_params& p, Shared& 
 template <Features WITH>
 __device__ __forceinline__ void balance(const kda_fwd_params& p, Shared& s, Scratch& scratch) {
   const int hands = hands_of(p), all = static_cast<int>(p.N) * hands, HV = static_cast<int>(p.HV);
-  const int grid = gridDim.x, i = threadIdx.x;
+  const int grid = gridDim.x, i = fresh_thread();
   if (i < grid) {
     auto& first = scratch.by_load[0][i];
     first.load = 0, first.cta = i;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void sort_and_balance(const kda_fwd_params& p, Shared
   sort_sequences<WITH>(p, s, scratch);
   const bool differ = scratch.length[s.order[0]] != scratch.length[s.order[N - 1]];
   if (!differ || N * hands_of(p) > MOST_HANDS || gridDim.x < HAND || gridDim.x > blockDim.x) return;
-  if (threadIdx.x == 0) s.balanced = 1;
+  if (fresh_thread() == 0) s.balanced = 1;
   balance<WITH>(p, s, scratch);
 }
 
@@ -115,35 +115,24 @@ static_assert(sizeof(Cuts) <= sizeof(Shared::o));
 __device__ __forceinline__ void look_at_lengths(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
   const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x;
-  if (threadIdx.x < 32) {
+  if (fresh_thread() < 32) {
     const int middles = middles_of(a.cut, a.equal);
     int longest = 0, all = 0;
 #pragma unroll 1
-    for (int n = threadIdx.x; n < N; n += 32) {
-      const int chunks = chunks_of(length_of(p, s, n));
+    for (int n = fresh_thread(); n < N; n += 32) {
+      const int chunks = p.cu_seqlens == nullptr ? a.equal : chunks_of(length_of(p, s, n));
       s.chunks[n] = chunks, longest = max(longest, chunks), all += chunks;
       s.slots_before[n] = n * (middles + 1), s.cut_before[n] = n;  // if they are equal
     }
     longest = __reduce_max_sync(~0u, longest), all = __reduce_add_sync(~0u, all);
-    if (threadIdx.x == 0) {
+    if (fresh_thread() == 0) {
       const bool given = a.equal == 0, known = longest == a.equal && all == N * longest;
       const bool may = given || (known ? a.cut.first > 0 : may_gain(longest, all, N, HV, grid));
       s.fastest = ~0ull, s.longest = may ? longest : 0;
-      s.cut = known ? a.cut : Cut{0, 0}, s.deal = a.deal;
-      s.cuts = N, s.middles = known ? N * middles : 0;
+      s.cut = known ? a.cut : Cut{0, 0}, s.deal = known ? a.deal : Deal{};
+      s.cuts = known ? N : 0, s.middles = known ? N * middles : 0;
     }
   }
-  __syncthreads();
-}
-
-/// All are cut alike, as the host has said.
-__device__ __forceinline__ void cut_equals(const Arguments& a, Shared& s) {
-  const int N = static_cast<int>(a.p.N), middles = middles_of(a.cut, a.equal);
-#pragma unroll 1
-  for (int n = threadIdx.x; n < N; n += blockDim.x) {
-    s.chunks[n] = a.equal, s.slots_before[n] = n * (middles + 1), s.cut_before[n] = n;
-  }
-  if (threadIdx.x == 0) s.cut = a.cut, s.deal = a.deal, s.cuts = N, s.middles = N * middles, s.sorted = 0;
   __syncthreads();
 }
 
@@ -151,11 +140,11 @@ __device__ __forceinline__ void cut_equals(const Arguments& a, Shared& s) {
 /// none is.
 __device__ __forceinline__ void find_cut(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
-  const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x, lane = threadIdx.x % 8;
+  const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x, lane = fresh_thread() % 8;
   const int longest = s.longest;
   Cuts& cuts = *reinterpret_cast<Cuts*>(s.o);
   const bool given = a.equal == 0;
-  if (const int i = threadIdx.x / 8; i < (given ? 4 : CANDIDATES)) {  // eight threads a cut, whole warps
+  if (const int i = fresh_thread() / 8; i < (given ? 4 : CANDIDATES)) {  // eight threads a cut, whole warps
     const Cut cut = given ? a.cut : candidate(i, longest);
     Batch b;
 #pragma unroll 1
@@ -172,7 +161,7 @@ __device__ __forceinline__ void find_cut(const Arguments& a, Shared& s) {
   }
   __syncthreads();
   // Then a thread a cut, in few warps: what they do together takes longer.
-  if (const int i = threadIdx.x; i < (given ? 1 : CANDIDATES)) {
+  if (const int i = fresh_thread(); i < (given ? 1 : CANDIDATES)) {
     const Cut cut = cuts.cut[i];
     const Batch b = cuts.batch[i];
     const bool whole = b.cut == 0;
@@ -184,7 +173,7 @@ __device__ __forceinline__ void find_cut(const Arguments& a, Shared& s) {
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (fresh_thread() == 0) {
     const int best = static_cast<int>(s.fastest % 128);
     // Nothing is cut if a given cut has too many segments, because sequences lie on one another in cu_seqlens.
     if (s.fastest != ~0ull && cuts.batch[best].cut > 0) {
@@ -195,17 +184,17 @@ __device__ __forceinline__ void find_cut(const Arguments& a, Shared& s) {
     }
   }
   __syncthreads();
-  if (threadIdx.x >= 32 || s.longest == 0) return;
+  if (fresh_thread() >= 32 || s.longest == 0) return;
   int slots = 0, cut_before = 0;  // sums over the sequences before
 #pragma unroll 1
   for (int first = 0; first < N; first += 32) {
-    const int n = first + threadIdx.x, chunks = n < N ? s.chunks[n] : 0;
+    const int n = first + fresh_thread(), chunks = n < N ? s.chunks[n] : 0;
     const int is = is_cut(s.cut, chunks), own = is + middles_of(s.cut, chunks);
     int sum = own << 9 | is;  // both in one: at most 256 are cut
 #pragma unroll 1
     for (int x = 1; x < 32; x *= 2) {
       const int y = __shfl_up_sync(~0u, sum, x);
-      if (static_cast<int>(threadIdx.x) >= x) sum += y;
+      if (static_cast<int>(fresh_thread()) >= x) sum += y;
     }
     if (n < N) s.slots_before[n] = slots + (sum >> 9) - own, s.cut_before[n] = cut_before + (sum & 511) - is;
     sum = __shfl_sync(~0u, sum, 31);
@@ -216,7 +205,7 @@ __device__ __forceinline__ void find_cut(const Arguments& a, Shared& s) {
 /// The tasks of this CTA, a thread for each: first segments; local states and transitions; then middles and last parts.
 __device__ __forceinline__ void list_tasks(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
-  const int grid = gridDim.x, cta = blockIdx.x, HV = static_cast<int>(p.HV), i = threadIdx.x;
+  const int grid = gridDim.x, cta = blockIdx.x, HV = static_cast<int>(p.HV), i = fresh_thread();
   const int middles = s.middles * HV, ends = static_cast<int>(p.N) * HV, late = s.deal.late, with = s.deal.with;
   // The number of a local state or transition, in turns that not all CTAs take part in. Neighbours have the two tasks
   // of a middle: one brings its tokens into the cache for the other.
@@ -273,9 +262,9 @@ __device__ __forceinline__ void load_starts(const kda_fwd_params& p, Shared& s) 
   if (p.cu_seqlens != nullptr && p.N < MOST_STARTS) {
     const int N = static_cast<int>(p.N);
 #pragma unroll 1
-    for (int n = threadIdx.x; n <= N; n += blockDim.x) s.start[n] = static_cast<int>(offset_of(p, n));
+    for (int n = fresh_thread(); n <= N; n += blockDim.x) s.start[n] = static_cast<int>(offset_of(p, n));
   }
-  if (threadIdx.x == 0) s.balanced = 0;
+  if (fresh_thread() == 0) s.balanced = s.sorted = 0;
 }
 
 /// Where there are more last parts than CTAs that have none yet, and they differ in length: who takes what. `more`:
@@ -283,7 +272,7 @@ __device__ __forceinline__ void load_starts(const kda_fwd_params& p, Shared& s) 
 template <Features WITH>
 __device__ __forceinline__ void order_tasks(const Arguments& a, Shared& s, bool more) {
   const bool sorted = WITH != PAIRS && a.sorted && more;
-  if (threadIdx.x == 0) s.sorted = sorted;
+  if (fresh_thread() == 0) s.sorted = sorted;
   if (sorted) sort_and_balance<WITH>(a.p, s);
   __syncthreads();
 }
@@ -298,7 +287,7 @@ __device__ __forceinline__ void deal_whole(const Arguments& a, Shared& s) {
 template <Features WHOLE>
 __device__ __forceinline__ void deal_segments(const Arguments& a, Shared& s) {
   const int middles = s.middles * static_cast<int>(a.p.HV), grid = gridDim.x;
-  if constexpr (WHOLE < SEGMENTS) order_tasks<SEGMENTS>(a, s, a.tasks + middles % grid > grid);  // else all are alike
+  if (WHOLE < SEGMENTS || a.p.cu_seqlens != nullptr) order_tasks<SEGMENTS>(a, s, a.tasks + middles % grid > grid);
   list_tasks(a, s);
 }
 

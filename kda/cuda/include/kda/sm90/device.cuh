@@ -20,6 +20,13 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
+/// The thread in its block, likewise: what comes before the roles must not keep it in a register all through them.
+__device__ __forceinline__ int fresh_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22; results below 2^-126 are zero
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
