@@ -61,7 +61,9 @@ int64_t predicted(const int* chunks, int N, int first, int middle, int HV, int C
   const Batch b = batch(chunks, N, cut);
   return duration(b, cut, deal_of(b, cut, HV, CTAs), HV, CTAs);
 }
-int may(int longest, int chunks, int N, int HV, int CTAs) { return may_gain(longest, chunks, N, HV, CTAs); }
+int may(int longest, int chunks, int N, int HV, int CTAs) {
+  return may_gain(longest, chunks, HV, CTAs, whole_turn(N * HV, CTAs));
+}
 int constant(int i) {
   const int all[] = {CHUNK_TIME,    STATE_CHUNK_TIME, TASK_TIME,  CHAIN_TIME,
                      EXCHANGE_TIME, ROWS_OF_CHAIN,    CANDIDATES, FIRST_TIME, PAIR_CHUNK_TIME};

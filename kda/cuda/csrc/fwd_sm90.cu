@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
   extern __shared__ __align__(1024) char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared);
   load_starts(args.p, s);
+  if constexpr (WITH >= SEGMENTS) look_at_lengths(args, s);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(s.inverse) / 16); i += THREADS) {
     reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal they stay zero
   }
@@ -109,7 +110,6 @@ __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__
   if constexpr (WITH < SEGMENTS) {
     run_whole();
   } else {
-    look_at_lengths(args, s);
     if (s.longest > 0 && s.cut.first == 0) find_cut(args, s);
     if (WHOLE == SEGMENTS || s.longest > 0) [[unlikely]]
       return run_cut();
@@ -249,6 +249,7 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
       batch.add(args.cut, args.equal, static_cast<int>(p->N));
       args.deal = deal_of(batch, args.cut, static_cast<int>(p->HV), grid);
     }
+    args.middles = middles_of(args.cut, args.equal), args.turn = whole_turn(args.tasks, grid);
     args.states = static_cast<float*>(p->workspace);
     auto strides = [&](int64_t (&stride)[3], int64_t head, int row) {
       stride[0] = p->HV * head, stride[1] = head, stride[2] = row;

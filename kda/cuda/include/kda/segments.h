@@ -130,12 +130,16 @@ KDA_BOTH int64_t duration(const Batch& b, Cut cut, const Deal& deal, int HV, int
 /// What a cut must be predicted to take less than, where whole sequences take `time`.
 KDA_BOTH int64_t to_beat(int64_t time) { return time * (100 - GAIN_PERCENT) / 100; }
 
-/// Whether a cut can gain anything at all, for less than it takes to look at them: `chunks` in all, of one head. Where
-/// there are middles, parts of a sequence take at least one and a half times as long as all of it.
-KDA_BOTH bool may_gain(int longest, int chunks, int sequences, int HV, int CTAs) {
-  const int tasks = sequences * HV;
-  const int64_t whole = int64_t{longest} * divided_up(tasks, CTAs) * whole_chunk_time(tasks, CTAs);
-  return int64_t{chunks} * HV * (CHUNK_TIME * 3 / 2) + EXCHANGE_TIME * CTAs < whole * CTAs;
+/// Time of all CTAs for a chunk each of `tasks` sequences and heads that are whole.
+KDA_BOTH int whole_turn(int tasks, int CTAs) {
+  return divided_up(tasks, CTAs) * whole_chunk_time(tasks, CTAs) * CTAs;
+}
+
+/// Whether a cut can gain anything at all, for less than it takes to look at them: `chunks` in all, of one head; `turn`
+/// is `whole_turn` of all. Where there are middles, parts of a sequence take at least one and a half times as long as
+/// all of it.
+KDA_BOTH bool may_gain(int longest, int chunks, int HV, int CTAs, int turn) {
+  return int64_t{chunks} * HV * (CHUNK_TIME * 3 / 2) + EXCHANGE_TIME * CTAs < int64_t{longest} * turn;
 }
 
 /// Cut `i` of those that are looked at, by the longest sequence: 0 leaves all whole; the others cut it into 3 to 65

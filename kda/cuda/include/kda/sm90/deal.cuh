@@ -111,29 +111,28 @@ static_assert(sizeof(Cuts) <= sizeof(Shared::o));
 // unrolled.
 
 /// Whether a cut could gain anything: `s.longest` is not 0 then. `s.cut` is the cut if it is known, as the host has said
-/// it for sequences of these lengths; else `find_cut` looks for one.
+/// it for sequences of these lengths; else `find_cut` looks for one. By one warp, beside what others do, and a barrier
+/// is to come.
 __device__ __forceinline__ void look_at_lengths(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
-  const int N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), grid = gridDim.x;
-  if (fresh_thread() < 32) {
-    const int middles = middles_of(a.cut, a.equal);
-    int longest = 0, all = 0;
+  const int N = static_cast<int>(p.N), lane = fresh_thread() - 32;
+  if (lane < 0 || lane >= 32) return;
+  int longest = 0, all = 0;
 #pragma unroll 1
-    for (int n = fresh_thread(); n < N; n += 32) {
-      const int chunks = p.cu_seqlens == nullptr ? a.equal : chunks_of(length_of(p, s, n));
-      s.chunks[n] = chunks, longest = max(longest, chunks), all += chunks;
-      s.slots_before[n] = n * (middles + 1), s.cut_before[n] = n;  // if they are equal
-    }
-    longest = __reduce_max_sync(~0u, longest), all = __reduce_add_sync(~0u, all);
-    if (fresh_thread() == 0) {
-      const bool given = a.equal == 0, known = longest == a.equal && all == N * longest;
-      const bool may = given || (known ? a.cut.first > 0 : may_gain(longest, all, N, HV, grid));
-      s.fastest = ~0ull, s.longest = may ? longest : 0;
-      s.cut = known ? a.cut : Cut{0, 0}, s.deal = known ? a.deal : Deal{};
-      s.cuts = known ? N : 0, s.middles = known ? N * middles : 0;
-    }
+  for (int n = lane; n < N; n += 32) {
+    const int chunks =
+        p.cu_seqlens == nullptr ? a.equal : chunks_of(max(static_cast<int>(offset_of(p, n + 1) - offset_of(p, n)), 0));
+    s.chunks[n] = chunks, longest = max(longest, chunks), all += chunks;
+    s.slots_before[n] = n * (a.middles + 1), s.cut_before[n] = n;  // if they are equal
   }
-  __syncthreads();
+  longest = __reduce_max_sync(~0u, longest), all = __reduce_add_sync(~0u, all);
+  if (lane != 0) return;
+  const bool given = a.equal == 0, known = longest == a.equal && all == N * longest;
+  const bool may =
+      given || (known ? a.cut.first > 0 : may_gain(longest, all, static_cast<int>(p.HV), gridDim.x, a.turn));
+  s.fastest = ~0ull, s.longest = may ? longest : 0;
+  s.cut = known ? a.cut : Cut{0, 0}, s.deal = known ? a.deal : Deal{};
+  s.cuts = known ? N : 0, s.middles = known ? N * a.middles : 0;
 }
 
 /// Where sequences are cut: as is asked for, or as is found best; and how tasks are counted then. `s.longest` is 0 if

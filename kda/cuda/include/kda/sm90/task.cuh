@@ -34,6 +34,8 @@ struct Arguments {
   int equal;                     // chunks of every sequence that `cut` and `deal` are for: others are found out about
   Cut cut;                       // if `equal` is 0, for any
   Deal deal;
+  int middles;                   // of every such sequence
+  int turn;                      // `whole_turn` of all tasks
   float* states;                 // [slots, HV, 128, 128] (V, K), of segments' ends; see segments.h
   void* transitions;             // [slots, HV, 2, 128, 128] in bf16: two terms
   int64_t segment_stride[3];     // of states: slot, head, v
