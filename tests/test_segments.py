@@ -511,7 +511,11 @@ INTO_OWN = PoolCase(
 @gpu
 @on_gpu
 @pytest.mark.parametrize("segments_of", CUTS, ids=str)
-@pytest.mark.parametrize("case", [POOL, replace(POOL, own=True, kept_dtype="bfloat16", every=128), INTO_OWN], ids=["pool", "own", "into own"])
+@pytest.mark.parametrize(
+    "case",
+    [POOL, replace(POOL, own=True, kept_dtype="bfloat16", every=128), INTO_OWN],
+    ids=["pool", "own", "into own"],
+)
 def test_pools_and_checkpoints_of_cut_sequences(
     impl: str, cut: Use, case: PoolCase, segments_of: tuple[int, int]
 ) -> None:
@@ -521,7 +525,7 @@ def test_pools_and_checkpoints_of_cut_sequences(
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize(("lengths", "HV"), [*UNEQUAL, ((8192,), 8)], ids=lambda x: None if isinstance(x, int) else len(x))
+@pytest.mark.parametrize(("lengths", "HV"), [*UNEQUAL, ((8192,), 8)])
 def test_slots_of_what_is_cut_by_itself(impl: str, cut: Use, lengths: tuple[int, ...], HV: int) -> None:
     """To the bit as with states of its own."""
     cut(None)

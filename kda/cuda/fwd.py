@@ -85,7 +85,7 @@ def fwd(problem: Problem) -> Output:
     """`kda.fwd` in one launch.
 
     Memory beyond inputs and outputs: tensors that must be copied first; and where sequences are cut (kda/segments.h) a
-    state and a transition, 132 KB together, per segment and head, at most four pairs per multiprocessor: 71 MB on an H200.
+    state and a transition per segment and head, 135 KB, at most four pairs per multiprocessor: 71 MB on an H200.
     """
     facts = problem.facts
     tensors: dict[str, Tensor | None] = {

@@ -75,11 +75,11 @@ __device__ __forceinline__ void play_roles(const Arguments& args, Shared& s) {
   sync_pair<WITH>();  // the other may still have something to tell this one
 }
 
-/// With SEGMENTS, WHOLE is what sequences need that turn out not to be cut: there are two programs in one kernel, because
-/// only here is known which it is. (What cuts takes 4 % longer for a chunk.) Code that has not run lately comes from
-/// memory, and later the further it lies from the kernel's beginning, so what is not cut, which has less to gain, comes
-/// first. Where sequences of one length are cut, and the host expects no others, WHOLE is SEGMENTS, and there is the one
-/// program, which can do with any.
+/// With SEGMENTS, WHOLE is what sequences need that turn out not to be cut: there are two programs in one kernel,
+/// because only here is known which it is. (What cuts takes 4 % longer for a chunk.) Code that has not run lately comes
+/// from memory, and later the further it lies from the kernel's beginning, so what is not cut, which has less to gain,
+/// comes first. Where sequences of one length are cut, and the host expects no others, WHOLE is SEGMENTS, and there is
+/// the one program, which can do with any.
 template <bool FP16, Features WITH, Features WHOLE = WITH>
 __global__ void __launch_bounds__(THREADS, 1) fwd_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) char raw_shared[];
@@ -228,8 +228,8 @@ cudaError_t launch(const kda_fwd_params* p, void* stream) {
     return tensor_map(map, {type, data, {slots, p->HV, CHANNELS}, stride, {1, HALF}});
   };
   if (const int64_t slots = in_slots(*p) ? p->slots : p->N; args.p.initial_state != nullptr && slots > 0) {
-    if (cudaError_t error = states(args.initial, p->state_dtype == KDA_BF16, args.p.initial_state, slots,
-                                   args.p.initial_stride))
+    if (cudaError_t error =
+            states(args.initial, p->state_dtype == KDA_BF16, args.p.initial_state, slots, args.p.initial_stride))
       return error;
   }
   const bool segments = p->workspace != nullptr, packed = p->cu_seqlens != nullptr;
@@ -299,11 +299,12 @@ void plan(kda_fwd_params& p, int multiprocessors) {
     p.first_segment = cut.first, p.segment = cut.middle;
     p.segment_slots = least(most_slots, 2 * divided_up(chunks, cut.middle));
   } else {
-    // One sequence of all tokens would gain most; what there is the kernel finds, and to do so takes time too. Sequences
-    // of one length are what there is most often, so their cut goes along.
+    // One sequence of all tokens would gain most; what there is the kernel finds, and to do so takes time too.
+    // Sequences of one length are what there is most often, so their cut goes along.
     const int slots = least(most_slots, chunks / 2), equal = divided_up(chunks, N);
     auto gain = [&](Cut cut) {
-      return time_of_equals({0, 0}, 1, chunks, HV, multiprocessors) - time_of_equals(cut, 1, chunks, HV, multiprocessors);
+      return time_of_equals({0, 0}, 1, chunks, HV, multiprocessors) -
+             time_of_equals(cut, 1, chunks, HV, multiprocessors);
     };
     cut = cut_of_equals(N, equal, HV, multiprocessors, slots);
     const Cut best = N == 1 ? cut : cut_of_equals(1, chunks, HV, multiprocessors, slots);

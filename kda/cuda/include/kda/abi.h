@@ -71,7 +71,7 @@ struct kda_fwd_params {
   int64_t checkpoint_columns;
   int64_t checkpoint_every;  // tokens, a multiple of the kernel's chunk
   int64_t segment_slots;     // of segments' states in the workspace, for every head
-  int32_t first_segment;  // chunks of the first segment and of the next ones; 0: nothing is cut
+  int32_t first_segment;     // chunks of the first segment and of the next ones; 0: nothing is cut
   int32_t segment;
   int32_t equal_chunks;  // packed: of every sequence that is cut so; other lengths are looked at on the device. 0: all
   float scale;

@@ -131,9 +131,7 @@ KDA_BOTH int64_t duration(const Batch& b, Cut cut, const Deal& deal, int HV, int
 KDA_BOTH int64_t to_beat(int64_t time) { return time * (100 - GAIN_PERCENT) / 100; }
 
 /// Time of all CTAs for a chunk each of `tasks` sequences and heads that are whole.
-KDA_BOTH int whole_turn(int tasks, int CTAs) {
-  return divided_up(tasks, CTAs) * whole_chunk_time(tasks, CTAs) * CTAs;
-}
+KDA_BOTH int whole_turn(int tasks, int CTAs) { return divided_up(tasks, CTAs) * whole_chunk_time(tasks, CTAs) * CTAs; }
 
 /// Whether a cut can gain anything at all, for less than it takes to look at them: `chunks` in all, of one head; `turn`
 /// is `whole_turn` of all. Where there are middles, parts of a sequence take at least one and a half times as long as

@@ -110,9 +110,9 @@ static_assert(sizeof(Cuts) <= sizeof(Shared::o));
 // All code up to the roles comes from memory when a call begins, so there is each piece of it once, and no loop is
 // unrolled.
 
-/// Whether a cut could gain anything: `s.longest` is not 0 then. `s.cut` is the cut if it is known, as the host has said
-/// it for sequences of these lengths; else `find_cut` looks for one. By one warp, beside what others do, and a barrier
-/// is to come.
+/// Whether a cut could gain anything: `s.longest` is not 0 then. `s.cut` is the cut if it is known, as the host has
+/// said it for sequences of these lengths; else `find_cut` looks for one. By one warp, beside what others do, and a
+/// barrier is to come.
 __device__ __forceinline__ void look_at_lengths(const Arguments& a, Shared& s) {
   const kda_fwd_params& p = a.p;
   const int N = static_cast<int>(p.N), lane = fresh_thread() - 32;

@@ -65,8 +65,8 @@ struct alignas(1024) Stage {
   __device__ char* late(uint32_t use, int i) { return half[i].x[use ^ 1]; }
 };
 
-/// What a stage holds in place of a chunk when a task begins: 64 rows of its state, as tiles of 128 bytes of a row in the
-/// same swizzle.
+/// What a stage holds in place of a chunk when a task begins: 64 rows of its state, as tiles of 128 bytes of a row in
+/// the same swizzle.
 constexpr int STATE_TILE_BYTES = HALF * 128;
 static_assert(CHANNELS * sizeof(float) / 128 * STATE_TILE_BYTES <= sizeof(Stage{}.half));
 

@@ -31,8 +31,8 @@ struct Arguments {
   int tasks;                    // N * HV
   int sorted;                   // CTAs take several tasks each, of sequences that may differ in length
   // SEGMENTS:
-  int equal;                     // chunks of every sequence that `cut` and `deal` are for: others are found out about
-  Cut cut;                       // if `equal` is 0, for any
+  int equal;  // chunks of every sequence that `cut` and `deal` are for: others are found out about
+  Cut cut;    // if `equal` is 0, for any
   Deal deal;
   int middles;                   // of every such sequence
   int turn;                      // `whole_turn` of all tasks
